@@ -53,7 +53,7 @@ trains() { # the installed package, from an empty folder: no file of the clone i
     OMP_NUM_THREADS=1 "$command" launch --nproc-per-node 2 "$("$command" files)/pretrain_gpt.py" \
         --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 \
         --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 2 --mock-data --tokenizer-type NullTokenizer \
-        --vocab-size 255 --eval-iters 0 --log-interval 1 --elastic
+        --vocab-size 255 --eval-interval 1000 --eval-iters 0 --log-interval 1 --elastic
 }
 
 if [[ -n "$wheel" ]]; then

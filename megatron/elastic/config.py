@@ -18,7 +18,9 @@ __all__ = [
     "LOOPBACK",
     "ConfigError",
     "ElasticConfig",
+    "HealthSetting",
     "flag_name",
+    "health_settings",
     "is_web_url",
     "notice_source",
     "plain_type",
@@ -69,6 +71,42 @@ def notice_source(text: str) -> tuple[str, str]:
     raise ValueError(f"no source of notices: {text!r}")
 
 
+@dataclass(frozen=True)
+class HealthSetting:
+    """One check of ``--elastic-health``."""
+
+    kind: Literal["gpu", "network", "disk", "clock"]
+    names: tuple[str, ...] = ()
+    """``network``: the interfaces; empty: all that are up at the start."""
+    path: str = ""
+    """``disk``: the folder; ``gpu``: the vendor's library instead of the usual one."""
+    free: int = 0
+    """``disk``: bytes that must be free."""
+
+
+def health_settings(text: str) -> tuple[HealthSetting, ...]:
+    """Return the checks of ``gpu[=LIBRARY],network[=NAME+NAME],disk=FOLDER[:GIB],clock``. Raises ``ValueError``."""
+    return tuple(_health_setting(part) for part in text.split(","))
+
+
+def _health_setting(text: str) -> HealthSetting:
+    kind, equals, value = text.partition("=")
+    if equals and not value:
+        raise ValueError(f"nothing after = in {text!r}")
+    if kind == "gpu":
+        return HealthSetting("gpu", path=value)
+    if kind == "network":
+        return HealthSetting("network", names=tuple(value.split("+")) if value else ())
+    if kind == "disk" and value:
+        folder, colon, size = value.rpartition(":")
+        if colon and size.isascii() and size.isdecimal():
+            return HealthSetting("disk", path=folder, free=int(size) << 30)
+        return HealthSetting("disk", path=value)
+    if kind == "clock" and not equals:
+        return HealthSetting("clock")
+    raise ValueError(f"no check: {text!r}")
+
+
 def flag_name(field_name: str) -> str:
     """Return ``"--elastic-mirror-count"`` for ``"mirror_count"``."""
     return "--elastic-" + field_name.replace("_", "-")
@@ -117,6 +155,11 @@ class ElasticConfig:
     snapshot: Literal["gradient", "state"] = "gradient"
     """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.
     'state': copies receive the updated state, which is more traffic."""
+
+    state: Literal["auto", "host", "device"] = "auto"
+    """Memory of the optimizer state that a rank owns. 'device': that of its accelerator, where it is also stepped;
+    copies on other ranks stay in host memory. 'host': host memory, which leaves the device's to the model. 'auto':
+    'device' on accelerators on which it fits beside the model, else 'host'."""
 
     policy: str = "elaswave"
     """Policy for the samples of a lost rank."""
@@ -223,6 +266,13 @@ class ElasticConfig:
     'aws=http://HOST', or a URL that answers with a text when there is one. On a notice the node's ranks leave.
     Default: no notices."""
 
+    health: str | None = None
+    """Checks of this node's hardware, e.g. 'gpu,network,disk=/data:50,clock': 'gpu' (NVIDIA XID and ECC errors),
+    'network' or 'network=ib0+ib1' (interfaces that are down), 'disk=FOLDER[:GIB]' (it can be written and has GIB free),
+    'clock' (it is synchronized). A finding at the start ends the launcher. Later ones leave the node out: its lost
+    ranks are not started again until the finding is gone, and its living ranks leave if the others can do without them.
+    Default: no checks."""
+
     trace: bool = False
     """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws
     them."""
@@ -288,6 +338,11 @@ class ElasticConfig:
                 notice_source(self.notices)
             except ValueError:
                 yield "--elastic-notices takes aws, gcp, azure, one of these with =URL, or an http:// or https:// URL"
+        if self.health is not None:
+            try:
+                health_settings(self.health)
+            except ValueError:
+                yield "--elastic-health takes a list of gpu, network[=NAME+NAME], disk=FOLDER[:GIB] and clock"
         if self.webhook is not None and not is_web_url(self.webhook):
             yield "--elastic-webhook takes an http:// or https:// URL with a host"
 

@@ -43,7 +43,7 @@ def swapped_blocks(context: Context) -> None:
     for copy in _shared(context):
         other = by_size.setdefault(copy.block.numel, copy)
         if other is not copy:
-            copy.state, other.state = other.state, copy.state
+            copy.store, other.store = other.store, copy.store
             copy.lineage, other.lineage = other.lineage, copy.lineage
             return
     raise AssertionError("no two blocks of one size")

@@ -1,7 +1,7 @@
 """Jobs on the stand-in accelerator (docs/standin.md) train as on the CPU, from the same checkpoint, and lose ranks.
 
-Parameters, activations and gradients lie in device memory, which the host cannot touch; owners and mirrors lie in host
-memory. Losses agree within the rounding of fp32: the device composes some operators of others.
+Parameters, activations, gradients and owned state lie in device memory, which the host cannot touch; mirrors lie in
+host memory. Losses agree within the rounding of fp32: the device composes some operators of others.
 """
 
 from __future__ import annotations
@@ -100,3 +100,66 @@ def test_in_bf16_two_devices_train_as_one(tmp_path: Path) -> None:
         for ranks in (1, 2)
     )
     assert largest_deviation(one, two) <= ROUNDING_BF16
+
+
+def on_device(*flags: str) -> tuple[str, ...]:
+    """Flags of a job whose owners lie in device memory."""
+    return (*DROPOUT, "--elastic-state", "device", *flags)
+
+
+@pytest.mark.parametrize("precision", [(), pytest.param(("--bf16",), marks=pytest.mark.slow)])
+def test_owners_in_device_memory_train_with_the_bits_of_owners_in_host_memory(
+    tmp_path: Path, precision: tuple[str, ...]
+) -> None:
+    device, host = (
+        elastic_job(
+            tmp_path / where, 2, 1, 1, 3, *DROPOUT, "--elastic-state", where, *precision, environment=on_standin()
+        )
+        for where in ("device", "host")
+    )
+    assert finished(device) == finished(host) and device.norms == host.norms
+    assert "owned state                               8.00        2.00" in device.output
+    assert "owned state                               0.00        8.00" in host.output
+
+
+@pytest.mark.slow
+def test_a_second_loss_while_promoted_blocks_move_to_the_device(tmp_path: Path) -> None:
+    expected = finished(elastic_job(tmp_path / "quiet", 4, 1, 1, 8, *on_device(), environment=on_standin()))
+    kills = "kill:rank=2,step=4,point=after_reduce;kill:rank=1,step=5,point=mid_backward"
+    flags = on_device("--elastic-mirrors", "2", "--no-elastic-respawn", "--elastic-allow-inject")
+    flags += ("--elastic-verify-interval", "1", "--elastic-inject", kills)
+    result = elastic_job(tmp_path / "events", 4, 1, 1, 8, *flags, environment=on_standin())
+    assert largest_deviation(expected, finished(result)) <= ROUNDING
+    assert result.output.count("0 steps lost") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["after_reduce", "after_vote", "mid_update", "mid_gather"])
+def test_a_lost_rank_comes_back_to_owners_in_device_memory(tmp_path: Path, point: str) -> None:
+    expected = finished(elastic_job(tmp_path / "quiet", 4, 1, 2, 12, *on_device(), environment=on_standin()))
+    flags = on_device("--elastic-verify-interval", "1", "--elastic-allow-inject")
+    flags += ("--elastic-inject", f"kill:rank=3,step=3,point={point}")
+    result = elastic_job(tmp_path / "events", 4, 1, 2, 12, *flags, environment=on_standin())
+    assert largest_deviation(expected, finished(result)) <= ROUNDING
+    assert "joined by 3" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", ["owner", "mirror"])
+def test_a_bit_that_flips_in_a_copy_is_found_and_the_copy_made_anew(tmp_path: Path, copy: str) -> None:
+    flags = on_device("--elastic-verify-interval", "1", "--elastic-allow-inject")
+    fault = f"flip:rank=1,step=3,point=before_step,copy={copy},tensor=exp_avg"
+    result = elastic_job(tmp_path / "events", 2, 1, 1, 6, *flags, "--elastic-inject", fault, environment=on_standin())
+    quiet = elastic_job(tmp_path / "quiet", 2, 1, 1, 6, *on_device(), environment=on_standin())
+    assert largest_deviation(finished(quiet), finished(result)) <= ROUNDING
+    found = [event.fields for event in result.of("certificate") if event.fields["findings"]]
+    assert found and all("exp_avg corrupted at rank 1" in finding for event in found for finding in event["findings"])
+
+
+@pytest.mark.slow
+def test_state_mode_steps_on_the_device_and_survives_a_loss(tmp_path: Path) -> None:
+    flags = on_device("--elastic-snapshot", "state", "--elastic-allow-inject")
+    kill = ("--elastic-inject", "kill:rank=1,step=3,point=after_update")
+    quiet = elastic_job(tmp_path / "quiet", 4, 1, 2, 8, *on_device(), environment=on_standin())
+    result = elastic_job(tmp_path / "events", 4, 1, 2, 8, *flags, *kill, environment=on_standin())
+    assert largest_deviation(finished(quiet), finished(result)) <= ROUNDING

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,28 @@ def test_pytorchs_distributed_tests_pass_on_elastic() -> None:
     assert any(outcome.status == "passed" for _, outcome in found)
 
 
-@pytest.mark.slow
-def test_torchfts_tests_pass_on_our_process_group(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torchft."""
     try:
-        packages = torchft_suite.install(tmp_path)
+        return torchft_suite.install(tmp_path_factory.mktemp("torchft"))
     except subprocess.CalledProcessError:
         pytest.skip("torchft cannot be installed here")
+
+
+@pytest.mark.slow
+def test_an_aborted_group_says_so_until_it_is_configured_again(packages: Path) -> None:
+    """:mod:`megatron.elastic.comm.torchft_group`, whose errors torchft's own tests do not ask for."""
+    script = Path(__file__).with_name("torchft_member.py")
+    paths = os.pathsep.join([str(torch_suite.ROOT), str(packages)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_torchfts_tests_pass_on_our_process_group(packages: Path) -> None:
     suites = torchft_suite.run(packages)
     assert suites["elastic"]["failures"] == {} and suites["elastic"]["passed"] >= suites["gloo"]["passed"] > 0

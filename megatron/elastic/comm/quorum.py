@@ -2,8 +2,8 @@
 
 A quorum has ranks 0 to n - 1 and a store of its own. A slot of a fabric is never renumbered. So a process keeps its
 slot and its links, and each quorum gets a group that lists the slots in the order of its ranks. Members meet in the
-quorum's store: each says which slot it has (:class:`Presence`), all derive the same :class:`Agreement` from what all
-said, and an edit makes them the living ones.
+quorum's store: each says which slot it has (:class:`QuorumMember`). All derive the same :class:`QuorumDecision` from
+these words, and an edit makes the members the living ones.
 
 Invariants
 - The generation of a quorum is greater than any that a member has used or tried. It is also the incarnation of those
@@ -27,13 +27,13 @@ from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.native import NativeFabric, NativeGroup
 from megatron.elastic.comm.reconfigure import handle_of, members_of
 
-__all__ = ["Agreement", "Presence", "QuorumLinks", "agree"]
+__all__ = ["QuorumDecision", "QuorumLinks", "QuorumMember", "agree"]
 
 NO_SLOT = -1
 
 
 @dataclass(frozen=True)
-class Presence:
+class QuorumMember:
     """A member's word at the start of a quorum. ``generation`` is the last one that it used or tried."""
 
     run_id: str
@@ -43,7 +43,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class QuorumDecision:
     """The lineage and generation of a quorum, and its slots in the order of its ranks."""
 
     run_id: str
@@ -52,21 +52,21 @@ class Agreement:
     slots: tuple[int, ...]
 
 
-def agree(present: Sequence[Presence], room: int) -> Agreement:
-    """Derive the agreement of a quorum from all its members' words. Raises ``CommError`` beyond ``room`` members."""
-    if len(present) > room:
-        raise CommError(f"a quorum of {len(present)} does not fit {room} slots: raise slots=")
+def agree(present: Sequence[QuorumMember], slots: int) -> QuorumDecision:
+    """Derive the decision of a quorum from all its members' words. Raises ``CommError`` beyond ``slots`` members."""
+    if len(present) > slots:
+        raise CommError(f"a quorum of {len(present)} does not fit {slots} slots: raise slots=")
     first = next((one for one in present if one.slot != NO_SLOT), present[0])
-    slots: list[int] = []
+    kept: list[int] = []
     for one in present:
-        keeps = one.run_id == first.run_id and one.slot not in slots
-        slots.append(one.slot if keeps else NO_SLOT)
-    free = iter(sorted(set(range(room)) - set(slots)))
-    return Agreement(
+        keeps = one.run_id == first.run_id and one.slot not in kept
+        kept.append(one.slot if keeps else NO_SLOT)
+    free = iter(sorted(set(range(slots)) - set(kept)))
+    return QuorumDecision(
         first.run_id,
         first.secret,
         1 + max(one.generation for one in present),
-        tuple(next(free) if slot == NO_SLOT else slot for slot in slots),
+        tuple(next(free) if slot == NO_SLOT else slot for slot in kept),
     )
 
 
@@ -93,9 +93,9 @@ class QuorumLinks:
         """
         self.interrupt()
         slot = NO_SLOT if self._fabric is None else self._fabric.rank
-        mine = Presence(*self._lineage, slot, self._generation)
+        mine = QuorumMember(*self._lineage, slot, self._generation)
         words = _exchanged(store, "here", rank, size, msgspec.json.encode(mine))
-        found = agree([msgspec.json.decode(word, type=Presence) for word in words], self._slots)
+        found = agree([msgspec.json.decode(word, type=QuorumMember) for word in words], self._slots)
         self._generation = found.generation
         fabric = self._take_place(store, found, found.slots[rank], timeout)
         handles = _exchanged(store, "address", rank, size, handle_of(fabric).encode())
@@ -104,7 +104,7 @@ class QuorumLinks:
         self._group = fabric.group_apart(f"quorum{found.generation}", found.slots)
         return self._group
 
-    def _take_place(self, store: dist.Store, found: Agreement, slot: int, timeout: float) -> NativeFabric:
+    def _take_place(self, store: dist.Store, found: QuorumDecision, slot: int, timeout: float) -> NativeFabric:
         """Return this process's fabric, with its links if it keeps its slot."""
         if self._fabric is not None and (self._lineage[0], self._fabric.rank) == (found.run_id, slot):
             self._drop_group()

@@ -83,6 +83,8 @@ class NodeStatus(_StatusPart, frozen=True):
     losses_in_1h: Int64
     out_s: float
     """Seconds for which its lost ranks are not started again."""
+    finding: str = ""
+    """The finding of its hardware checks; while there is one, its lost ranks are not started again."""
 
 
 class ReshapeStatus(_StatusPart, frozen=True):

@@ -50,7 +50,7 @@ def diagnose(
 
 
 def reach(host: str, port: int, connect: Callable[..., socket.socket] = socket.create_connection) -> Finding:
-    """Whether something listens at ``host:port``."""
+    """Try to connect to ``host:port``; nothing is sent."""
     where = f"{host}:{port}"
     try:
         connect((host, port), _CONNECT_SECONDS).close()

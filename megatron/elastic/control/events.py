@@ -22,6 +22,7 @@ __all__ = [
     "Decided",
     "Entry",
     "Event",
+    "Examined",
     "Finished",
     "JobEnded",
     "Lifted",
@@ -139,6 +140,15 @@ class Lifted(_Event, frozen=True):
     node: Int64
     level: Int64
     why: str
+    needed: bool = False
+    """True if the other ranks need its ranks: then a finding of its hardware checks keeps them out no longer."""
+
+
+class Examined(_Event, frozen=True):
+    """The hardware checks of ``node`` have this finding from now on; empty: none any more."""
+
+    node: Int64
+    finding: str
 
 
 class Suspected(_Event, frozen=True):
@@ -209,6 +219,7 @@ Event = (
     | Abandoned
     | Readmitted
     | Lifted
+    | Examined
     | Suspected
     | Condemned
     | Reformed

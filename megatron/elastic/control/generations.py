@@ -22,6 +22,7 @@ Invariants (tests/unit/control/test_generation_orders.py walks all interleavings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,7 @@ from megatron.elastic.control.events import (
     Decided,
     Entry,
     Event,
+    Examined,
     Finished,
     JobEnded,
     Lifted,
@@ -80,7 +82,7 @@ class RankState(msgspec.Struct, forbid_unknown_fields=True):
     announced: bool = True
 
 
-class Generations(msgspec.Struct, forbid_unknown_fields=True):
+class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """See the module docstring. ``nodes`` by node number; ``respawn``: lost ranks come again."""
 
     nodes: Mapping[int, Node]
@@ -197,7 +199,12 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
 
     def node_of(self, rank: int) -> int:
         """The node that starts ``rank``."""
-        return next(number for number, node in self.nodes.items() if rank in node.ranks)
+        return self._homes[rank]
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        """Rank → the node that starts it. Places are given for the whole run."""
+        return {rank: number for number, node in self.nodes.items() for rank in node.ranks}
 
     def returns(self, rank: int) -> bool:
         """True if ``rank``, once lost, is started again in the present state."""
@@ -258,7 +265,9 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             case Readmitted():
                 self._readmit(event.ranks)
             case Lifted():
-                self.quarantine.lift(event.node, event.level)
+                self.quarantine.lift(event.node, event.level, found=event.needed)
+            case Examined() if event.node in self.nodes:
+                self.quarantine.examined(event.node, event.finding)
             case Reformed():
                 if event.generation == self.decided and self.quiet and not self.fresh:
                     self._freeze("loss")

@@ -9,6 +9,9 @@ compared with the others: its losses of the last hour beyond those of the median
 the time is over they are started, and the node is on parole: the next loss beyond the
 others' leaves it out for twice as long, until an hour has passed without one.
 
+A node whose hardware checks have a finding (``--elastic-health``) is left out as well,
+until the finding is gone.
+
 Pure: times are those of the events (seconds of the job), so that every
 agent finds the same from the same journal, and any of them can take over.
 
@@ -41,6 +44,8 @@ class NodeRecord(msgspec.Struct, forbid_unknown_fields=True):
     until: float = 0.0
     """The time at which the newest quarantine is (or was to be) over."""
     out: bool = False
+    finding: str = ""
+    """The finding of its hardware checks; it is left out while there is one."""
 
     def recent(self, now: float) -> list[float]:
         """Its losses of the last hour."""
@@ -72,16 +77,25 @@ class Quarantine(msgspec.Struct, forbid_unknown_fields=True):
         record.out = True
         return True
 
+    def examined(self, node: int, finding: str) -> None:
+        """Note what the hardware checks of ``node`` have found; empty: nothing any more."""
+        self.nodes.setdefault(node, NodeRecord()).finding = finding
+
     def out(self) -> frozenset[int]:
         """Nodes whose lost ranks are not started again for now."""
-        return frozenset(node for node, record in self.nodes.items() if record.out)
+        return frozenset(node for node, record in self.nodes.items() if record.out or record.finding)
 
     def due(self, now: float) -> tuple[int, ...]:
         """Nodes whose time is over."""
-        return tuple(sorted(node for node in self.out() if now >= self.nodes[node].until))
+        return tuple(sorted(node for node, record in self.nodes.items() if record.out and now >= record.until))
 
-    def lift(self, node: int, level: int | None = None) -> None:
-        """``node`` is out no longer; with ``level``, only if it is out for the ``level``-th time."""
+    def lift(self, node: int, level: int | None = None, found: bool = True) -> None:
+        """``node`` is out no longer; with ``level``, only if it is out for the ``level``-th time.
+
+        ``found``: a finding of its hardware checks keeps it out no longer either.
+        """
         record = self.nodes.get(node)
         if record is not None and level in (None, record.level):
             record.out = False
+            if found:
+                record.finding = ""

@@ -115,8 +115,9 @@ def _who(status: JobStatus) -> Iterable[tuple[str, str]]:
     for standing, ranks in by_standing.items():
         yield "members", f"{standing}: {ranks_text(ranks)}"
     for number, node in status.nodes.items():
-        if not node.alive or node.out_s:
-            why = f"left out for {duration(node.out_s)}" if node.out_s else "not here"
+        if not node.alive or node.out_s or node.finding:
+            left_out = node.finding or (f"left out for {duration(node.out_s)}" if node.out_s else "")
+            why = left_out if node.alive else "not here"
             yield (
                 "members",
                 f"node {number} ({node.host}): {why}, {_count(node.losses_in_1h, 'loss', 'losses')} within an hour",

@@ -43,6 +43,8 @@ class Timing:
     """An agent that cannot reach the store tries again for this long before it gives the job up."""
     quarantine: float
     """The first quarantine of a node that loses ranks again and again; doubled each further time."""
+    examine: float
+    """Between two looks at the hardware of a node (``--elastic-health``)."""
 
     @classmethod
     def derive(cls, detection_timeout: float) -> Timing:
@@ -62,4 +64,5 @@ class Timing:
             hang_unknown=600 * unit,
             patience=60 * unit,
             quarantine=60 * unit,
+            examine=5 * unit,
         )

@@ -94,7 +94,8 @@ class Engine:
         """Set masters of owned blocks to the model's parameters, and moments to zero."""
         at = self.context
         for block in at.view.owned:
-            at.tools.pool.put(block.key, at.tools.arena.block_parameters(block), at.record.version)
+            parameters, pool = at.tools.arena.block_parameters(block), at.tools.pool
+            pool.put(block.key, parameters, at.record.version, place=pool.owners)
         at.tools.pool.start(at.record)
 
     def resume(
@@ -117,7 +118,8 @@ class Engine:
         else:
             for block in at.view.owned:
                 master, exp_avg, exp_avg_sq = state[block.key[:2]][:, block.start : block.stop]
-                at.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
+                pool = at.tools.pool
+                pool.put(block.key, master, record.version, exp_avg, exp_avg_sq, place=pool.owners)
             at.tools.pool.start(record)
         at.body.share(record.version)
         at.body.gather(record.version)
@@ -274,7 +276,7 @@ class Engine:
         def body() -> float:
             total = torch.zeros(1, dtype=torch.float64)
             for block in self.view.owned:
-                total += self.tools.pool.get(block.key).master.double().square().sum()
+                total += self.tools.pool.get(block.key).master.double().square().sum().cpu()
             dist.all_reduce(total, group=self.tools.fabric.world)
             return float(total.sqrt())
 
@@ -304,6 +306,8 @@ class Engine:
         """Stop background work and restore this rank's clock before it leaves. Idempotent."""
         self._rebalancer.close()
         self._migrator.forget()
+        if self.tools.relocation is not None:
+            self.tools.relocation.close()
 
     # -- read by other parts -------------------------------------------------------------
 

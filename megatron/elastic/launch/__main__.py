@@ -20,8 +20,10 @@ def main(argv: list[str]) -> int:
     threads_given = "OMP_NUM_THREADS" in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+    from megatron.elastic.config import ConfigError
     from megatron.elastic.launch.agent.agent import Agent
     from megatron.elastic.launch.agent.loop import Loop
+    from megatron.elastic.launch.agent.node_conditions import finding_at_start
     from megatron.elastic.launch.agent.rendezvous import meet
     from megatron.elastic.launch.agent.starting import Starting
     from megatron.elastic.launch.arguments import BadCommand, parse
@@ -40,6 +42,9 @@ def main(argv: list[str]) -> int:
             from megatron.elastic.launch.check import check
 
             return check(job)
+        unfit = finding_at_start(job.settings)
+        if unfit:
+            raise BadCommand(f"this node is not fit (--elastic-health): {unfit}; mend it, or leave that check out")
         uses_all_cores = job.workers == 1 and not threads_given  # as torchrun has it
         if uses_all_cores:
             del os.environ["OMP_NUM_THREADS"]
@@ -58,7 +63,7 @@ def main(argv: list[str]) -> int:
         agents.append(Agent(job, loop, pool, meet(job, starting)))
         starting.close()
         return agents[0].run()
-    except BadCommand as error:
+    except (BadCommand, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -80,8 +80,8 @@ def held_bytes(
     """Device bytes of parameters and optimizer state per cell.
 
     Optimizer state counts divided by the number of cells that hold the unit (ZeRO-1 over the unit group), but by no
-    less than ``shares``, the nominal data-parallel size. A survivor steps the blocks that it was promoted to own where
-    their mirrors are, in host memory, so they take no device memory. Tied units are one unit: a cell that holds both
+    less than ``shares``, the nominal data-parallel size. Blocks that a survivor was promoted to own move from host
+    memory to the device only where that has room, so they need none. Tied units are one unit: a cell that holds both
     holds the weights once, and their groups are one group.
     """
     same = {second: first for first, second in tied}
@@ -93,8 +93,7 @@ def held_bytes(
     need: dict[int, int] = {}
     for unit, cells in holders.items():
         cost = profile.units[unit]
-        state = cost.state_bytes if profile.state_in_memory else 0
-        each = cost.param_bytes + -(-state // max(len(cells), shares))
+        each = cost.param_bytes + -(-profile.resident_bytes(cost) // max(len(cells), shares))
         for cell in cells:
             need[cell] = need.get(cell, 0) + each
     return need

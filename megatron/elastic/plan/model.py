@@ -99,8 +99,12 @@ class Profile:
     units: tuple[UnitCost, ...]
     link_bytes_per_s: int = 10_000_000_000
     latency_ns: int = 20_000
-    state_in_memory: bool = True
-    """True if optimizer state lies in cells' memory; otherwise it lies in that of the host of an accelerator."""
+    resident_ppm: int = 1_000_000
+    """Share of optimizer state that lies in cells' memory; the rest lies in that of the host of an accelerator."""
+
+    def resident_bytes(self, unit: UnitCost) -> int:
+        """Return the bytes of a unit's optimizer state that lie in cells' memory."""
+        return -(-unit.state_bytes * self.resident_ppm // 1_000_000)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.membership import Activity, Decision
@@ -48,7 +48,9 @@ from megatron.elastic.plan.profile import SpeedOptions
 from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
 from megatron.elastic.platform.own_device import own_device
 from megatron.elastic.platform.select import select
+from megatron.elastic.platform.threads import Threads
 from megatron.elastic.runtime.connect import Links
+from megatron.elastic.runtime.owner_memory import device_place
 from megatron.elastic.runtime.publish import Publisher
 from megatron.elastic.runtime.telemetry import (
     write_certificate,
@@ -61,10 +63,13 @@ from megatron.elastic.runtime.telemetry import (
     write_step,
 )
 from megatron.elastic.runtime.tolerance import Tolerances
+from megatron.elastic.state.device_place import DevicePlace
 from megatron.elastic.state.layout import UnitLayout, UnitShard
 from megatron.elastic.state.ownership import initial
+from megatron.elastic.state.place import HOST
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.relocation import Relocation
 
 __all__ = ["EngineParts", "Layouts", "assemble", "beginning"]
 
@@ -143,10 +148,12 @@ def assemble(
     if job.config.exact:
         exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
         job.interface.separate_uses(exact.contribute)
+    place, snapshot = _owners(job.config, hardware)
+    pool = StatePool(rank, layouts, job.settings.hyper, snapshot, place or HOST)
     tools = Tools(
         interface=job.interface,
         arena=arena,
-        pool=StatePool(rank, layouts, job.settings.hyper, job.config.snapshot),
+        pool=pool,
         layouts=layouts,
         fabric=fabric,
         settings=job.settings,
@@ -158,6 +165,7 @@ def assemble(
         clock=clock_of(select()),
         exact=exact,
         threads=links.threads,
+        relocation=None if place is None else _relocation(pool, place, links.threads),
     )
     sizes = _sizes(job, layouts)
     views = ViewFactory(
@@ -204,6 +212,24 @@ def assemble(
     return engine
 
 
+def _owners(config: ElasticConfig, hardware: Hardware) -> tuple[DevicePlace | None, Literal["gradient", "state"]]:
+    """Return the device that owned blocks lie on, if they do, and what mirrors receive."""
+    place = device_place(select()) if hardware.owners.on_device else None
+    return place, config.snapshot if hardware.owners.same_bits else "state"
+
+
+def _relocation(pool: StatePool, place: DevicePlace, threads: Threads) -> Relocation:
+    platform = select()
+    index = own_device(platform)
+    return Relocation(
+        pool,
+        place,
+        room=lambda: platform.memory(index).free,
+        say=lambda line: print(line, flush=True),
+        threads=threads,
+    )
+
+
 def _moves_units(job: EngineParts) -> bool:
     """Return whether layers may change place; the cells of a crew hold the same ones."""
     moves = policy_named(job.config.policy).moves_units and job.config.steps_before_migration >= 0
@@ -244,7 +270,9 @@ def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
 def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:
     """Return the costs of units before any measurement."""
     shape, dtype = job.interface.boundary(1)
-    copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
+    copies, gradient = 1 + job.config.mirrors, _owners(job.config, hardware)[1] == "gradient"
+    every, owner = (16 * copies, 16) if gradient else (4 + 24 * copies, 28)
+    here = every if select().name == "cpu" else owner if hardware.owners.on_device else 0
     costs = unmeasured_profile(
         job.launch_topology,
         layouts,
@@ -252,9 +280,9 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
         shape.numel() * dtype.itemsize,
         arena.dtype.itemsize,
         job.interface.activation_bytes,
-        state_bytes=16 * copies if gradient else 4 + 24 * copies,
+        state_bytes=every,
     )
-    return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, state_in_memory=select().name == "cpu")
+    return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, resident_ppm=-(-1_000_000 * here // every))
 
 
 def _first_serves_all() -> bool:

@@ -7,20 +7,25 @@ once it is admitted. It does as much as possible before the members wait for it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.factory import StageGone
-from megatron.elastic.engine.generation.hardware import survey
+from megatron.elastic.engine.generation.hardware import OwnerMemory, survey
 from megatron.elastic.engine.generation.report import NEWCOMER, newcomers
 from megatron.elastic.engine.generation.state_catalog import build_layouts, built, exchange_catalog, own_catalog
 from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.event_kinds import ReadyEvent
+from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
+from megatron.elastic.runtime.owner_memory import agree_on_owners, device_place, lines, training_of
 from megatron.elastic.runtime.warm_up import rehearse
+from megatron.elastic.state.step_selftest import differing
 
 __all__ = ["JobGone", "found", "join"]
 
@@ -44,7 +49,12 @@ def found(links: Links, job: EngineParts) -> Engine:
     configuration, record = beginning(job, job.launched, layouts, links.decision)
     own = own_catalog(job.interface, job.launch_topology, links.fabric.rank)
     arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
-    hardware = survey(links.fabric, links.threads)
+    owners = agree_on_owners(
+        links.fabric, job.config, job.launch_topology, job.interface, layouts, configuration.placement, arena, select()
+    )
+    hardware = replace(survey(links.fabric, links.threads), owners=owners)
+    if links.fabric.rank == links.fabric.alive[0]:
+        print(*lines(training_of(job.config, job.launch_topology, arena, owners)), sep="\n", flush=True)
     launched = configuration.assignment
     engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware, launched)
     engine.adopt_parameters()
@@ -55,8 +65,8 @@ def found(links: Links, job: EngineParts) -> Engine:
 def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     """Wait to be admitted, take over the members' context, and return the engine; for newcomers.
 
-    The arena is made, and the rest rehearsed, before any member waits. Raises ``ValueError`` if the model is not
-    the job's, :class:`JobGone` if the job has ended.
+    The arena is made, and the rest rehearsed, before any member waits. Raises ``ValueError`` if the model or the bits
+    of the device are not the job's, :class:`JobGone` if the job has ended.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
     catalog = own_catalog(job.interface, job.launch_topology, fabric.rank)
@@ -64,6 +74,8 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     known = dict(own)
     arena = Arena(job.interface, known, built(catalog, job.launch_topology, fabric.rank))
     rehearse(links, job, catalog, arena)
+    place = device_place(select())
+    unlike = () if place is None or job.config.state == "host" else differing(place)
     links.events.write(ReadyEvent())
     ahead = EarlyLinks(fabric, timeout, links.threads)
     links.membership.watch_members(ahead.members_are)
@@ -80,6 +92,12 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
                 raise ValueError(
                     f"rank {fabric.rank}: its model has other parameters than the model "
                     "of the job: start it with the same arguments"
+                )
+            if unlike and join_state.hardware.owners == OwnerMemory(on_device=True):
+                raise ValueError(
+                    f"rank {fabric.rank}: its device computes {' and '.join(unlike)} with other bits than its host, "
+                    "and the job relies on equal ones: start it on another machine, or the job with "
+                    "--elastic-state host"
                 )
             known.update(layouts)
             engine = assemble(

@@ -20,7 +20,17 @@ import torch
 
 from megatron.elastic import _state
 
-__all__ = ["AdamScalars", "SgdScalars", "adam_step", "adam_step_tensors", "round_to_bf16", "sgd_step", "sum_of_squares"]
+__all__ = [
+    "AdamScalars",
+    "SgdScalars",
+    "adam_step",
+    "adam_step_tensors",
+    "round_to_bf16",
+    "sgd_step",
+    "sgd_step_tensors",
+    "single",
+    "sum_of_squares",
+]
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ def adam_step_tensors(
     ``lerp``, ``addcmul``, ``addcdiv`` and ``alpha=`` are not used: they may be contracted to fused
     multiply-adds.
     """
-    s, single = scalars, _to_fp32
+    s = scalars
     g = grad * single(s.grad_multiplier)
     if s.decoupled:
         master.mul_(single(1.0 - s.lr * s.weight_decay))
@@ -141,7 +151,16 @@ def adam_step_tensors(
     master.sub_((exp_avg * single(s.lr / s.bias_correction1)) / denominator)
 
 
-def _to_fp32(value: float) -> float:
+def sgd_step_tensors(master: torch.Tensor, buffer: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
+    """Update tensors of any device in place, by the sequence of :func:`sgd_step` as separate torch operations."""
+    s = scalars
+    g = grad * single(s.grad_multiplier) + single(s.weight_decay) * master
+    buffer.mul_(single(s.momentum)).add_(g)
+    master.sub_(buffer * single(s.lr))
+
+
+def single(value: float) -> float:
+    """Return ``value`` rounded to fp32, as the kernels take it."""
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
 
 

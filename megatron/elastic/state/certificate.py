@@ -140,8 +140,11 @@ def state_claims(
         if not copy.counted or pool.rank not in placement.copies[key].ranks:
             continue
         role = "owner" if placement.owner(key) == pool.rank else "mirror"
-        content = content_hash(key, copy.state) if key in contents else ""
-        cast = content_hash(key, copy.master.to(model_dtype)) if content and model_dtype and role == "owner" else ""
+        content = cast = ""
+        if key in contents:
+            state = copy.store.on_host()
+            content = content_hash(key, state)
+            cast = content_hash(key, state[0].to(model_dtype)) if model_dtype and role == "owner" else ""
         claims[key] = Claim(role, copy.version, copy.lineage, content, cast)
     return claims
 

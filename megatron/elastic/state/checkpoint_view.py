@@ -17,8 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.elastic.state.block_copy import BlockCopy
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
+from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["CheckpointView", "ViewAbandoned"]
@@ -60,7 +61,7 @@ class CheckpointView:
             self._unread.remove(key)
             state = self._aside.pop(key, None)
             if state is None:
-                state = self._pool.get(key).state.clone()
+                state = self._pool.get(key).store.host_clone()
             if not self._unread:
                 self._detach()
         return state
@@ -91,5 +92,5 @@ class CheckpointView:
         with self._lock:
             unread = key in self._unread and key not in self._aside and self._pool.get(key) is copy
             if unread and not (record is not None and record.skipped):
-                self._aside[key] = copy.state.clone()
+                self._aside[key] = copy.store.host_clone()
             yield

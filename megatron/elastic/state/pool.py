@@ -1,9 +1,9 @@
-"""The state pool: this rank's copies of state blocks, in host memory.
+"""The state pool: this rank's copies of state blocks.
 
 Owned and mirrored blocks are stored alike: master, exp_avg, exp_avg_sq (fp32), a version, and up to two retained
 reduced gradients keyed (step, generation, attempt). The method :meth:`StatePool.apply` brings copies to the version of
-a StepRecord with one native kernel, so owner and mirror have the same bits. This is the snapshot pool of ElasWave
-(arXiv 2510.00606) in its "gradient" mode (docs/design.md §3, §6).
+a StepRecord, each where it lies (:mod:`place`), with the same bits on owner and mirror. This is the snapshot pool of
+ElasWave (arXiv 2510.00606) in its "gradient" mode (docs/design.md §3, §6).
 
 Invariants
 - A gradient is dropped only when its copy has applied it, or when a decision
@@ -13,6 +13,8 @@ Invariants
   beyond is not changed; a block whose update was interrupted is *torn* and counts as
   no copy.
 - A copy being added does not count until :meth:`admit`.
+- A retained gradient has its host form (:meth:`BlockCopy.host_gradient`) from its arrival on, whatever the place of
+  its copy: mirrors, hashes and norms need it there.
 """
 
 from __future__ import annotations
@@ -20,73 +22,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step, sum_of_squares
+from megatron.elastic.state.adam import AdamScalars, SgdScalars, sum_of_squares
+from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Part
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.place import HOST, BlockStore, Place, Staged, StagedTensor, read_together
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
 
-__all__ = ["BlockCopy", "StateError", "StatePool"]
+__all__ = ["StateError", "StatePool"]
 
 TORN = -2
-_SLOTS = 2
 
 
 class StateError(RuntimeError):
     """An operation that would break an invariant of the state; names block, version and rank."""
-
-
-@dataclass
-class BlockCopy:
-    """This rank's copy of one block. ``state``: fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
-
-    block: StateBlock
-    runs: tuple[Run, ...]
-    state: torch.Tensor
-    version: int
-    counted: bool = True
-    lineage: str = ""
-    """Hash chain over the copy's history: equal lineages mean equal bits (``hashing``)."""
-    previous: tuple[int, torch.Tensor, str] | None = None
-    """(version, state, lineage) before the last change, in ``state`` mode."""
-    gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
-    hashes: dict[GradientKey, str] = field(default_factory=dict)
-    """Content hashes of those gradients, computed at first use."""
-    spare: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def master(self) -> torch.Tensor:
-        """Master parameters, fp32 [numel]."""
-        return self.state[0]
-
-    @property
-    def exp_avg(self) -> torch.Tensor:
-        """First moment, fp32 [numel]; the momentum under SGD."""
-        return self.state[1]
-
-    @property
-    def exp_avg_sq(self) -> torch.Tensor:
-        """Second moment, fp32 [numel]; unused under SGD."""
-        return self.state[2]
-
-    def gradient_hash(self, key: GradientKey) -> str:
-        """Return the content hash of a retained gradient. Raises ``KeyError``."""
-        if key not in self.hashes:
-            self.hashes[key] = content_hash(self.block.key, self.gradients[key])
-        return self.hashes[key]
-
-    def release(self, key: GradientKey) -> None:
-        """Forget a gradient and keep its buffer for the next one."""
-        tensor = self.gradients.pop(key)
-        self.hashes.pop(key, None)
-        if len(self.spare) < _SLOTS:
-            self.spare.append(tensor)
 
 
 Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
@@ -94,7 +49,10 @@ Watcher = Callable[[BlockCopy, GradientKey], None]
 
 
 class StatePool:
-    """The copies of one rank (module docstring). ``layouts`` must cover every (unit, shard) that it may hold."""
+    """The copies of one rank (module docstring). ``layouts`` must cover every (unit, shard) that it may hold.
+
+    ``owners``: the place of owned blocks; one that it comes to own is elsewhere until it has moved (:mod:`relocation`).
+    """
 
     def __init__(
         self,
@@ -102,8 +60,10 @@ class StatePool:
         layouts: Mapping[tuple[int, int], UnitLayout],
         hyper: Hyper,
         snapshot: Literal["gradient", "state"] = "gradient",
+        owners: Place = HOST,
     ) -> None:
         self.rank = rank
+        self.owners = owners
         self.hyper = hyper
         self.snapshot = snapshot
         self.records: dict[int, StepRecord] = {}
@@ -124,10 +84,14 @@ class StatePool:
         return self._layouts[key[0], key[1]].blocks[key[2]]
 
     def shape(self, key: BlockKey, state: torch.Tensor, version: int, lineage: str = "") -> BlockCopy:
-        """Return a copy made of ``state`` (fp32 [3, numel], not cloned), not yet in the pool."""
+        """Return a copy made of ``state`` (host, fp32 [3, numel], not cloned), not yet in the pool."""
+        return self._shaped(key, BlockStore(HOST, state), version, lineage)
+
+    def _shaped(self, key: BlockKey, store: BlockStore, version: int, lineage: str) -> BlockCopy:
         layout, block = self._layouts[key[0], key[1]], self.block(key)
-        lineage = lineage or content_hash(key, state)
-        return BlockCopy(block, layout.runs(block), state, version, lineage=lineage)
+        return BlockCopy(
+            block, layout.runs(block), store, version, lineage=lineage or content_hash(key, store.on_host())
+        )
 
     def take_in(self, copy: BlockCopy) -> None:
         """Add a complete copy to the pool; it counts from now on."""
@@ -141,13 +105,16 @@ class StatePool:
         exp_avg: torch.Tensor | None = None,
         exp_avg_sq: torch.Tensor | None = None,
         counted: bool = True,
+        place: Place = HOST,
     ) -> BlockCopy:
-        """Add a copy (values are cloned; moments default to zero). ``counted=False`` while it is being added."""
-        state = torch.zeros((3, self.block(key).numel), dtype=torch.float32)
+        """Add a copy at ``place`` (values are cloned; moments default to zero).
+
+        ``counted=False`` while it is being added.
+        """
+        state = place.empty(3, self.block(key).numel)
         for row, values in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
-            if values is not None:
-                row.copy_(values)
-        copy = self._copies[key] = self.shape(key, state, version)
+            row.zero_() if values is None else row.copy_(values)
+        copy = self._copies[key] = self._shaped(key, BlockStore(place, state), version, "")
         copy.counted = counted
         return copy
 
@@ -176,6 +143,10 @@ class StatePool:
             raise StateError(f"rank {self.rank} has no copy of block {key}")
         return copy
 
+    def read(self, keys: Iterable[BlockKey]) -> list[torch.Tensor]:
+        """Return the numbers of copies, fp32 [3, numel] each, in host memory, only to be read."""
+        return read_together([self.get(key).store for key in keys])
+
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._copies
 
@@ -187,7 +158,7 @@ class StatePool:
         """Return the bytes of states, of previous states (``state`` mode) and of gradient buffers."""
         copies = self._copies.values()
         tensors = [t for c in copies for t in (c.state, *c.gradients.values(), *c.spare)]
-        tensors += [c.previous[1] for c in copies if c.previous is not None]
+        tensors += [c.previous[1].state for c in copies if c.previous is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def flip_bit(self, key: BlockKey, tensor: str) -> None:
@@ -203,6 +174,35 @@ class StatePool:
         It replaces a gradient of an older attempt at the same step. Raises :class:`StateError`
         for an older attempt or step, and if both slots are taken.
         """
+        copy = self._slot_for(key, gradient)
+        if copy.place.on_device:
+            on_host = values.to("cpu", copy=True)
+            self._keep(copy, gradient, copy.place.bring(on_host), StagedTensor(on_host))
+        else:
+            buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
+            self._keep(copy, gradient, buffer.copy_(values))
+
+    def retain_all(self, gradient: GradientKey, values: Mapping[BlockKey, torch.Tensor]) -> None:
+        """Keep the reduced gradients of several blocks, as :meth:`retain` does.
+
+        Those of a device go to the owners' place in one piece. Where that is the device, they are kept there, and
+        begin to leave for host memory in one piece.
+        """
+        if not values:
+            return
+        if all(part.device.type == "cpu" for part in values.values()) and not self.owners.on_device:
+            for key, part in values.items():
+                self.retain(key, gradient, part)
+            return
+        whole = self.owners.bring(torch.cat(list(values.values())))
+        staged, start = self.owners.stage(whole), 0
+        for key, part in values.items():
+            stop = start + part.numel()
+            self._keep(self._slot_for(key, gradient), gradient, whole[start:stop], Part(staged, start, stop))
+            start = stop
+
+    def _slot_for(self, key: BlockKey, gradient: GradientKey) -> BlockCopy:
+        """Return the copy that may keep ``gradient``, without the one that it replaces. Raises :class:`StateError`."""
         copy = self.get(key)
         if copy.version == TORN or gradient.step < copy.version:
             raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} for block {key} at version {copy.version}")
@@ -210,12 +210,15 @@ class StatePool:
             if held > gradient:
                 raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} of block {key} is void, holds {held}")
             copy.release(held)
-        if len(copy.gradients) >= _SLOTS:
+        if len(copy.gradients) >= SLOTS:
             slots = [tuple(k) for k in sorted(copy.gradients)]
             raise StateError(f"rank {self.rank}: both gradient slots of block {key} are taken: {slots}")
-        buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
-        buffer.copy_(values)
-        copy.gradients[gradient] = buffer
+        return copy
+
+    def _keep(self, copy: BlockCopy, gradient: GradientKey, values: torch.Tensor, staged: Staged | None = None) -> None:
+        if staged is not None:
+            copy.staged[gradient] = staged
+        copy.gradients[gradient] = values
         for watcher in self._watchers:
             watcher(copy, gradient)
 
@@ -227,7 +230,7 @@ class StatePool:
         copy = self.get(key)
         if gradient not in copy.gradients:
             raise StateError(f"rank {self.rank}: block {key} has no gradient {tuple(gradient)}")
-        return sum_of_squares(copy.gradients[gradient])
+        return sum_of_squares(copy.host_gradient(gradient))
 
     def found_nonfinite(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
         """Return whether any of the blocks' retained gradients has an infinity or NaN."""
@@ -296,13 +299,13 @@ class StatePool:
                 continue
             if copy.previous is None or copy.previous[0] != version:
                 raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot go back to {version}")
-            _, copy.state, copy.lineage = copy.previous
+            _, copy.store, copy.lineage = copy.previous
             copy.version, copy.previous = version, None
         self.records = {v: held for v, held in self.records.items() if v < version} | {version: record}
 
     def _keep_previous(self, copy: BlockCopy) -> None:
         if self.snapshot == "state":
-            copy.previous = (copy.version, copy.state.clone(), copy.lineage)
+            copy.previous = (copy.version, copy.store.clone(), copy.lineage)
 
     def remember(self, record: StepRecord) -> None:
         """Hold a record as soon as the vote is known: from now on the step is committed."""
@@ -329,37 +332,45 @@ class StatePool:
             )
             if gradient is not None and not record.skipped:
                 copy.version = TORN
+                here = self._brought(copy, record.gradient)
                 for run in copy.runs:
-                    self._update(copy, run, gradient, record, model)
+                    self._update(copy, run, here, record, model)
             elif model is not None:
-                round_to_bf16(copy.master, model)
+                copy.place.round_to_bf16(copy.master, model)
             copy.version = record.version
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)
+
+    def _brought(self, copy: BlockCopy, gradient: GradientKey | None) -> torch.Tensor:
+        """Return a retained gradient in the place of its copy, which may have moved since it came."""
+        assert gradient is not None, "only a skipped step has none"
+        return copy.place.bring(copy.gradients[gradient] if copy.place.on_device else copy.host_gradient(gradient))
 
     def _update(
         self, copy: BlockCopy, run: Run, gradient: torch.Tensor, record: StepRecord, model: torch.Tensor | None
     ) -> None:
         part = slice(run.start - copy.block.start, run.stop - copy.block.start)
-        rate, hyper = record.rates[run.group], self.hyper
+        rate, hyper, place = record.rates[run.group], self.hyper, copy.place
         lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
-        master, target = copy.master[part], None if model is None else model[part]
+        master, exp_avg, exp_avg_sq = (row[part] for row in copy.state)
         if hyper.optimizer == "sgd":
             sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)
-            sgd_step(master, copy.exp_avg[part], gradient[part], sgd, target)
-            return
-        adam = AdamScalars(
-            record.grad_multiplier,
-            lr,
-            hyper.beta1,
-            hyper.beta2,
-            hyper.eps,
-            decay,
-            record.bias_correction1,
-            record.bias_correction2,
-            hyper.decoupled_weight_decay,
-        )
-        adam_step(master, copy.exp_avg[part], copy.exp_avg_sq[part], gradient[part], adam, target)
+            place.sgd(master, exp_avg, gradient[part], sgd)
+        else:
+            adam = AdamScalars(
+                record.grad_multiplier,
+                lr,
+                hyper.beta1,
+                hyper.beta2,
+                hyper.eps,
+                decay,
+                record.bias_correction1,
+                record.bias_correction2,
+                hyper.decoupled_weight_decay,
+            )
+            place.adam(master, exp_avg, exp_avg_sq, gradient[part], adam)
+        if model is not None:
+            place.round_to_bf16(master, model[part])
 
     # --- reports and views --------------------------------------------------------------------
 

@@ -144,9 +144,8 @@ def resolve(
 ) -> Resolution:
     """Apply the rules. Pure; raises ``ValueError`` on two different records of one version.
 
-    ``needed``: block → ranks that had a copy (lost ones included); ``rows``: size of the batch of the step
-    after a record; ``again``: the copies that the vote under way was to name, ``None`` if survivors do not agree on
-    that.
+    ``needed``: block → ranks that had a copy (lost ones included). ``rows``: size of the batch of the step after a
+    record. ``again``: the copies that the vote under way was to name, ``None`` if survivors do not agree on that.
     """
     records = _records(reports.values())
     lost_at: dict[int, tuple[BlockKey, ...]] = {}

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron.elastic.state.block_copy import BlockCopy
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.pool import BlockCopy, StatePool
+from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
 from megatron.elastic.state.transfer import HEADER_BYTES, Channel, Header, TransferError
 

@@ -2,7 +2,7 @@
 
 The hashes of files in a manifest show that the bytes that are read are those that were written. They do not show that
 the writer wrote the owners' state, nor that a load puts each tensor in its place. So the owner of a block hashes it as
-it hands it to the writers, the manifest carries these hashes, and the certificate of the load compares them with the
+it hands it to the writers, and the manifest carries these hashes. The certificate of the load compares them with the
 state that training would go on from.
 
 Invariant: hashes are comparable only under the layout in which they were made (:func:`layout_digest`). It depends on

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from megatron.elastic.platform.threads import OS_THREADS, Threads
+from megatron.elastic.state.block_copy import BlockCopy
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
+from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
 from megatron.elastic.state.transfer import WENT_AHEAD, Channel, Header, padded
 
@@ -221,7 +222,7 @@ class BlockSender:
 
     def _copied(self, copy: BlockCopy, into: torch.Tensor) -> _Base:
         """Copy and hash a base. The training thread may update the block once the lock is released."""
-        state = into.view_as(copy.state).copy_(copy.state)
+        state = into.view_as(copy.state).copy_(copy.store.on_host())
         return _Base(copy.version, copy.lineage, content_hash(copy.block.key, state), state)
 
     # --- the pool moves on (training thread) ---------------------------------------------------
@@ -233,7 +234,7 @@ class BlockSender:
             following = self._last is None and key in self._logs and self._pool.get(key) is copy
             if following and copy.version == gradient.step:
                 self._forget_ahead(key, gradient.step)
-                tensor = self._ahead[key, gradient] = copy.gradients[gradient].clone()
+                tensor = self._ahead[key, gradient] = copy.host_gradient(gradient).clone()
                 self._went[key] = gradient
                 self._log_bytes += _bytes_of(tensor)
                 self._stay_within_memory()
@@ -265,7 +266,7 @@ class BlockSender:
         elif gradient == went:
             self._logs[key].append((record, WENT_AHEAD))
         else:
-            tensor = copy.gradients[gradient].clone()
+            tensor = copy.host_gradient(gradient).clone()
             self._logs[key].append((record, tensor))
             self._log_bytes += _bytes_of(tensor)
             self._stay_within_memory()

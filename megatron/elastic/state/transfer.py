@@ -46,9 +46,10 @@ from typing import Literal, Protocol
 
 import torch
 
+from megatron.elastic.state.block_copy import BlockCopy
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
-from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
+from megatron.elastic.state.pool import StateError, StatePool
 
 __all__ = ["HEADER_BYTES", "WENT_AHEAD", "Channel", "Header", "TransferError", "commit", "padded", "prune"]
 

@@ -68,12 +68,13 @@ def fingerprints(
     for key in keys:
         if key in pool and pool.get(key).counted:
             copy = pool.get(key)
+            master, exp_avg, exp_avg_sq = copy.store.on_host()
             table[key] = Fingerprint(
                 version=copy.version,
-                master=content_hash(key, copy.master),
-                exp_avg=content_hash(key, copy.exp_avg),
-                exp_avg_sq=content_hash(key, copy.exp_avg_sq),
-                cast=content_hash(key, copy.master.to(model_dtype)),
+                master=content_hash(key, master),
+                exp_avg=content_hash(key, exp_avg),
+                exp_avg_sq=content_hash(key, exp_avg_sq),
+                cast=content_hash(key, master.to(model_dtype)),
             )
     return table
 

@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.comm.quorum import NO_SLOT, Presence, QuorumLinks, agree
+from megatron.elastic.comm.quorum import NO_SLOT, QuorumLinks, QuorumMember, agree
 from tools.bench._common import Here, Ranks
 
 ROOM = 6
 
 
 @st.composite
-def members(draw: st.DrawFn) -> list[Presence]:
+def members(draw: st.DrawFn) -> list[QuorumMember]:
     lineage = st.sampled_from(["a", "b"])
     slot = st.integers(NO_SLOT, ROOM - 1)
-    one = st.builds(Presence, run_id=lineage, secret=st.just("s"), slot=slot, generation=st.integers(0, 9))
+    one = st.builds(QuorumMember, run_id=lineage, secret=st.just("s"), slot=slot, generation=st.integers(0, 9))
     return draw(st.lists(one, min_size=1, max_size=ROOM))
 
 
 @given(members())
-def test_slots_differ_and_a_member_of_the_lineage_keeps_its_own(present: list[Presence]) -> None:
+def test_slots_differ_and_a_member_of_the_lineage_keeps_its_own(present: list[QuorumMember]) -> None:
     found = agree(present, ROOM)
     assert len(set(found.slots)) == len(present) and set(found.slots) <= set(range(ROOM))
     assert found.generation > max(one.generation for one in present)
@@ -40,7 +40,7 @@ def test_slots_differ_and_a_member_of_the_lineage_keeps_its_own(present: list[Pr
 
 def test_more_members_than_slots_are_refused() -> None:
     with pytest.raises(CommError, match="raise slots="):
-        agree([Presence("a", "s", NO_SLOT, 0)] * 3, 2)
+        agree([QuorumMember("a", "s", NO_SLOT, 0)] * 3, 2)
 
 
 def renumbered(here: Here) -> list[tuple[float, str]]:

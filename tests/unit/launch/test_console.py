@@ -145,7 +145,7 @@ def test_a_status_is_printed_as_json_with_the_names_of_its_fields(
         "incarnation": 0,
         "returns": True,
     }
-    assert printed["nodes"] == {"0": {"host": "h", "alive": True, "losses_in_1h": 0, "out_s": 0.0}}
+    assert printed["nodes"] == {"0": {"host": "h", "alive": True, "losses_in_1h": 0, "out_s": 0.0, "finding": ""}}
     assert printed["generation"] == {"decided": 0, "frozen": 1, "missing": [0, 1]}
     assert ask(RUN_ID, 0, Status()).nodes[0].host == "h"
 

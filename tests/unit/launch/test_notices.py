@@ -16,6 +16,7 @@ from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.requests import Drain, Request
 from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.notices import AzureSource, GcpSource, NodeDrain, NoticeThread, source_of
 from tests.unit.launch.serving import serve
 
@@ -194,6 +195,21 @@ def test_ranks_that_the_others_need_make_it_a_drain_of_the_job() -> None:
     state.apply(appended[1])
     drain.follow()
     assert state.drain == () and len(appended) == 2
+
+
+def test_an_agent_asks_for_notices_if_a_setting_names_a_source_and_drains_its_own_node() -> None:
+    state, loop, appended = job()[0], Loop(), list[Event]()
+    with service(lambda method, path, headers: (200, "taken away")) as url:
+        for notices in (None, url):
+            conditions = NodeConditions(ElasticConfig(notices=notices), 1, state, loop, appended.append)
+            conditions.start()
+            assert (conditions._notices is None) == (notices is None)
+            if notices is not None:
+                serve(loop, lambda: bool(appended))
+            conditions.follow()
+            conditions.close()
+    loop.close()
+    assert appended == [Wanted(Drain((2, 3)))]
 
 
 @pytest.mark.parametrize("text", ["", "ibm", "aws=", "aws=host", "gcp=ftp://h", "ftp://h"])

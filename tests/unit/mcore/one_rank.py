@@ -27,10 +27,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import global_vars, training
 
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.model import torch_adam
+from megatron.elastic.mcore.model.latent_attention import make_two_widths
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.patching import compat
 
@@ -211,8 +214,36 @@ def default_group(case: Case) -> dict[str, Any]:
     }
 
 
-CHECKS = {"units": units, "adam": adam, "batches": batches, "default group": default_group}
-CASES = (Case("units"), Case("units", tied=True), Case("adam"), Case("batches"), Case("default group"))
+def latent(case: Case) -> dict[str, Any]:
+    """Megatron's local attention with keys of one width and values of another, beside the formula."""
+    config = gpt_config(case, LAYERS, 0.0)
+    keys, values, heads = 12, 6, config.num_attention_heads
+    usual = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    scale = 0.25
+    with mock.patch.object(DotProductAttention, "__init__", make_two_widths(DotProductAttention.__init__)):
+        built = DotProductAttention(
+            config, 1, AttnMaskType.causal, "self", softmax_scale=scale, k_channels=keys, v_channels=values
+        )
+        plain = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    query, key = torch.randn(2, LENGTH, 1, heads, keys)
+    value = torch.randn(LENGTH, 1, heads, values)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    scores = torch.einsum("ibhd,jbhd->bhij", query, key).mul(scale).masked_fill(mask, float("-inf"))
+    expected = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value).reshape(LENGTH, 1, heads * values)
+    output = built(query, key, value, mask)
+    return {
+        "shape": list(output.shape) == [LENGTH, 1, heads * values],
+        "apart": float((output - expected).abs().max()),
+        "configured": built.config is config and config.kv_channels == usual.config.kv_channels,
+        "one width": plain.hidden_size_per_partition == usual.hidden_size_per_partition,
+    }
+
+
+CHECKS = {"units": units, "adam": adam, "batches": batches, "default group": default_group, "latent": latent}
+CASES = (
+    *(Case("units"), Case("units", tied=True)),
+    *(Case("adam"), Case("batches"), Case("default group"), Case("latent")),
+)
 
 
 def compute(case: Case) -> dict[str, Any]:

@@ -43,6 +43,7 @@ FROZEN = {
     "--elastic-web-token-file": None,
     "--elastic-webhook": None,
     "--elastic-notices": None,
+    "--elastic-health": None,
     "--elastic-max-losses-per-hour": 0,
     "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,

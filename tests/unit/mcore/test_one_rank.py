@@ -47,3 +47,9 @@ def test_a_save_by_the_living_has_a_default_group_of_the_living(answers: Any) ->
     found = answers["default group", False]
     assert found["asked"] == [["checkpoint", [0]]]
     assert found["inside"] and found["after"] and found["untouched"]
+
+
+def test_local_attention_takes_keys_and_values_of_two_widths(answers: Any) -> None:
+    found = answers["latent", False]
+    assert found["shape"] and found["apart"] < 1e-5
+    assert found["configured"] and found["one width"], "nothing else of Megatron's is changed"

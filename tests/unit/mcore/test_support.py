@@ -117,6 +117,13 @@ def test_what_exact_mode_cannot_keep_is_refused(
         check(plain(calculate_per_token_loss=False, **asked), config, platform, [])
 
 
+def test_device_memory_for_state_needs_a_device() -> None:
+    with pytest.raises(BadInput, match=r"--elastic-state device needs an accelerator.*leave it out"):
+        check(plain(), ElasticConfig(state="device"), "cpu", [])
+    check(plain(), ElasticConfig(state="device"), "cuda", [])
+    check(plain(), ElasticConfig(state="host"), "cpu", [])
+
+
 def test_a_policy_of_smaller_groups_needs_groups_that_live_on() -> None:
     parking, living = ElasticConfig(policy="ntp", tensor="park"), ElasticConfig(policy="ntp", tensor="live-on")
     with pytest.raises(BadInput, match=r"--elastic-policy ntp .* use --elastic-tensor live-on"):

@@ -273,7 +273,7 @@ def test_state_in_the_hosts_memory_takes_none_of_the_cells() -> None:
     topology = without_cells(regular_topology(1, 4, 8, waves=4, memory_bytes=20_000), [2])
     with pytest.raises(PlanError):
         candidate_shapes(topology, profile)
-    there = replace(profile, state_in_memory=False)
+    there = replace(profile, resident_ppm=0)
     assert candidate_shapes(topology, there)
     replicas = topology.replicas
     assert held_bytes(replicas, there)[0] == 2 * 4_000 < held_bytes(replicas, profile)[0]

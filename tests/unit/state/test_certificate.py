@@ -151,7 +151,7 @@ def test_swapped_blocks(job):
     pool = job.pools[0]
     same_size = [k for k in pool if pool.block(k).numel == pool.block(next(iter(pool))).numel][:2]
     a, b = (pool.get(key) for key in same_size)
-    a.state, b.state = b.state, a.state
+    a.store, b.store = b.store, a.store
     findings = job.findings()
     assert all(any(f"block {key}" in finding for finding in findings) for key in same_size)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.state import pool as pool_module
+from megatron.elastic.state import place as place_module
 from megatron.elastic.state.adam import AdamScalars, adam_step
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.placement import Copies, Placement
@@ -128,7 +128,7 @@ def test_an_update_interrupted_inside_a_block_leaves_it_torn_and_uncounted(monke
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr(pool_module, "adam_step", interrupted)
+    monkeypatch.setattr(place_module, "adam_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.apply(record)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ElasticConfig, flag_name
-from tools import version_table
+from tools import memory_table, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_docs import SECTIONS
 from tools.benchmark_docs import page as benchmarks_page
@@ -84,6 +84,11 @@ def test_the_readme_has_the_versions_that_were_run() -> None:
     figures = json.loads((ROOT / "docs" / "measured" / "versions.json").read_text(encoding="utf-8"))
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert version_table.readme(page, figures) == page, "run python -m tools.version_table"
+
+
+def test_the_table_of_memory_is_that_of_the_function_which_jobs_print() -> None:
+    page = memory_table.PAGE.read_text(encoding="utf-8")
+    assert memory_table.section(page) == page, "run python -m tools.memory_table"
 
 
 def test_links_to_sections_name_a_heading() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -256,30 +257,92 @@ def test_manifests_parse(manifest: Path) -> None:
     assert documents and all({"apiVersion", "kind"} <= set(document) for document in documents)
 
 
-def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
-    tmp_path: Path, megatron_parser: argparse.ArgumentParser
-) -> None:
-    service, job = yaml.safe_load_all((SCRIPTS / "kubernetes" / "pretrain-gpt.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    assert job["spec"]["completionMode"] == "Indexed"
-    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+def pod_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pod of a job's specification and its container: with shared memory, a secret and the meaning of statuses."""
+    actions = {
+        status: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for status in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {3: "Ignore", 4: "Ignore", 1: "FailJob", 5: "FailJob"}
+    pod = job["template"]["spec"]
     container = pod["containers"][0]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    actions = {
-        status: rule["action"]
-        for rule in job["spec"]["podFailurePolicy"]["rules"]
-        for status in rule.get("onExitCodes", {}).get("values", [])
-    }
-    assert actions == {3: "Ignore", 4: "Ignore", 1: "FailJob", 5: "FailJob"}
-    environment = {item["name"]: item.get("value", "1") for item in container["env"]}
+    (secret,) = (item["valueFrom"] for item in container["env"] if item["name"] == env.SECRET)
+    assert set(secret) == {"secretKeyRef"}, "it stands in no manifest"
+    return pod, container
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    return {item["name"]: item.get("value", "1") for item in container["env"]}
+
+
+def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    service, job = yaml.safe_load_all((SCRIPTS / "kubernetes" / "pretrain-gpt.yaml").read_text())
+    pod, container = pod_of(job["spec"])
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    environment = environment_of(container)
     assert int(environment["NUM_NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     script = Path(container["command"][1]).name
     launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
     assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt" and launcher.rdzv_backend == "static"
-    (secret,) = (item["valueFrom"] for item in container["env"] if item["name"] == env.SECRET)
-    assert set(secret) == {"secretKeyRef"}, "it stands in no manifest"
+
+
+def test_jobset_finds_its_first_pod_and_restarts_no_living_one(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    (jobset,) = yaml.safe_load_all((SCRIPTS / "kubernetes" / "jobset.yaml").read_text())
+    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0} and jobset["spec"]["network"]["enableDNSHostnames"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    _, container = pod_of(job)
+    environment = environment_of(container)
+    assert int(environment["NUM_NODES"]) == job["completions"] == job["parallelism"] and replicated["replicas"] == 1
+    script = Path(container["command"][1]).name
+    launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
+    name = jobset["metadata"]["name"]  # JobSet: <set>-<replicated job>-<job>-<pod>.<subdomain, the set's name>
+    assert launcher.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+
+
+def test_trainjob_leaves_nodes_and_workers_to_its_runtime(
+    megatron_parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, train = yaml.safe_load_all((SCRIPTS / "kubernetes" / "trainjob.yaml").read_text())
+    assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert train["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod_of(replicated["template"]["spec"])
+    trainer = train["spec"]["trainer"]
+    # Trainer's torch policy sets these in each pod.
+    for name, value in {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "pretrain-gpt-node-0-0.pretrain-gpt",
+        "PET_MASTER_PORT": "29400",
+    }.items():
+        monkeypatch.setenv(name, value)
+    launcher, megatron = parsed([*trainer["command"][1:], *trainer["args"]], megatron_parser)
+    assert (launcher.nnodes, launcher.nproc_per_node, launcher.node_rank) == ("2", "8", 1)
+    assert (launcher.master_addr, launcher.master_port) == ("pretrain-gpt-node-0-0.pretrain-gpt", 29400)
+    workers = trainer["numNodes"] * trainer["numProcPerNode"]
+    assert workers % (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size) == 0
+    assert megatron.elastic and megatron.save == megatron.load
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.ngc"])
+def test_an_image_holds_what_its_steps_name_and_nothing_of_a_build(name: str) -> None:
+    text = (ROOT / "docker" / name).read_text()
+    for path in re.findall(r"(?:-r|source) ([\w./-]+)", text.partition("\nFROM")[2]):
+        assert (ROOT / path).is_file(), path
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "build", "**/*.so"} <= set(ignored)
+    assert not {"scripts", "requirements", "csrc", "pyproject.toml"} & set(ignored)
 
 
 def test_kubernetes_etcd_is_where_the_job_looks_for_it(

@@ -54,7 +54,7 @@ def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: Gradien
         copy = pool.get(key)
         words += _short(text_hash(f"{copy.lineage}|{copy.gradient_hash(gradient)}"))
         looked_at = due(key, copy.version, interval)
-        words += _short(content_hash(key, copy.state)) if looked_at else _NOT_DUE
+        words += _short(content_hash(key, copy.store.on_host())) if looked_at else _NOT_DUE
     return torch.frombuffer(words, dtype=torch.float32) if words else torch.empty(0)
 
 

@@ -271,6 +271,21 @@ class Arena:
         start = self.slices[block.key[:2]].start
         return self.parameters[start + block.start : start + block.stop]
 
+    def set_parameters(self, values: Sequence[tuple[StateBlock, torch.Tensor]]) -> None:
+        """Write the parameters of blocks (fp32, of host memory or of this device's).
+
+        Those of host memory go to a device in one piece.
+        """
+        away = [number for number, (_, part) in enumerate(values) if part.device.type != self.device.type]
+        brought: dict[int, torch.Tensor] = {}
+        if away:
+            parts = [values[number][1] for number in away]
+            sizes = [part.numel() for part in parts]
+            whole = torch.cat(parts, out=torch.empty(sum(sizes), pin_memory=self.device.type != "cpu"))
+            brought = dict(zip(away, whole.to(self.device, non_blocking=True).split(sizes), strict=True))
+        for number, (block, part) in enumerate(values):
+            self.block_parameters(block).copy_(brought.get(number, part))
+
     def block_gradients(self, block: StateBlock) -> torch.Tensor:
         """Return the fp32 gradients of a block: 1-D, a view."""
         start = self.slices[block.key[:2]].start

@@ -1,7 +1,7 @@
 """Device clocks in a run: devices with slack run slower, while a step takes hardly longer.
 
-With ``boost`` clocks may also rise above those of before the job as long as ranks are missing: the ranks that are left
-make up for a part of the loss, as with nonuniform tensor parallelism's higher power (arXiv 2504.06095).
+With ``boost`` clocks may also rise above those of before the job, as long as ranks are missing. The ranks that are
+left then make up for a part of the loss, as with nonuniform tensor parallelism's higher power (arXiv 2504.06095).
 
 Every vote carries the clock range and present clock of each cell's devices, and the
 times of its pieces. From these numbers every rank derives the same clocks, which

@@ -1,8 +1,8 @@
 """The comparison of gradients that every rank of a tensor-parallel cell computes.
 
 The state has one copy of a parameter that is replicated over a cell, and its gradient is that of one rank of the cell.
-So replicas never diverge; but if each rank has only its part of the gradient (a sum over the cell was left out, under
-sequence parallelism as a rule), the part is taken for the whole. The comparison finds that.
+So replicas never diverge. But a sum over the cell may have been left out, under sequence parallelism as a rule: then
+each rank has only its part of the gradient, and the part is taken for the whole. The comparison finds that.
 """
 
 from __future__ import annotations

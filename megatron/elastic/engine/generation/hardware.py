@@ -24,11 +24,21 @@ from megatron.elastic.platform.own_device import own_device
 from megatron.elastic.platform.select import select
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
-__all__ = ["Hardware", "survey"]
+__all__ = ["Hardware", "OwnerMemory", "survey"]
 
 _GATHERED = 4 << 20
 """Bytes that a rank receives in one measurement."""
 _ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class OwnerMemory:
+    """The memory of owned blocks, and how it is stepped; the same on all ranks."""
+
+    on_device: bool = False
+    """True if owned blocks lie in device memory."""
+    same_bits: bool = True
+    """True if every rank's device steps with the bits of the host's kernel."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Hardware:
     """Bytes for parameters, state and activations."""
     link_bytes_per_s: int
     """Bytes a second in and out of a rank while all others transfer as well."""
+    owners: OwnerMemory = OwnerMemory()
 
 
 @dataclass(frozen=True)

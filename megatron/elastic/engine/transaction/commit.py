@@ -299,6 +299,8 @@ class StepCommit:
         at.tools.reach("after_gather", step)
         self._migrator.link_is_free()
         self._migrator.prove()
+        if at.tools.relocation is not None:
+            at.tools.relocation.follow(at.view.owned)
 
     def result(self) -> StepResult:
         """Return the newest step in the form that the host's loop expects."""

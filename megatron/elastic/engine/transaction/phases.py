@@ -47,6 +47,7 @@ from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
+from megatron.elastic.state.relocation import Relocation
 
 __all__ = ["StepBody", "StepInput", "Tools"]
 
@@ -79,6 +80,8 @@ class Tools:
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
+    relocation: Relocation | None = None
+    """Moves copies between host and device as roles change; None where owners lie in host memory."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,8 @@ class StepBody:
                 tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
-        for block in self._view.owned:
-            if self._computes(block):
-                tools.pool.retain(block.key, key, tools.arena.block_gradients(block))
+        here = [block for block in self._view.owned if self._computes(block)]
+        tools.pool.retain_all(key, {block.key: tools.arena.block_gradients(block) for block in here})
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
             for block, gradient in zip(blocks, parts, strict=True):
@@ -254,7 +256,7 @@ class StepBody:
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            parts = [pool.get(block.key).gradients[gradient_key] for block in blocks]
+            parts = [pool.get(block.key).host_gradient(gradient_key) for block in blocks]
             return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
@@ -275,7 +277,7 @@ class StepBody:
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
             copies = [pool.get(block.key) for block in blocks]
             lineages = bytearray.fromhex("".join(copy.lineage for copy in copies))
-            states = [copy.state.view(-1) for copy in copies]
+            states = [state.view(-1) for state in pool.read(block.key for block in blocks)]
             return torch.cat([*states, torch.frombuffer(lineages, dtype=torch.float32)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], lineages: torch.Tensor) -> None:
@@ -296,7 +298,7 @@ class StepBody:
 
         self._exchange(
             self._view.routes,
-            lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
+            lambda blocks: torch.cat([state.reshape(-1) for state in pool.read(block.key for block in blocks)]),
             unpack,
             3,
             0,
@@ -385,7 +387,7 @@ class StepBody:
         """Count the zero gradient elements of the blocks that this rank owns, without padding."""
         count = 0
         for block in self._view.owned:
-            gradient = self._tools.pool.get(block.key).gradients[key]
+            gradient = self._tools.pool.get(block.key).host_gradient(key)
             for slot in self._tools.layouts[block.unit, block.shard].params_in(block):
                 part = gradient[max(slot.start - block.start, 0) : slot.stop - block.start]
                 count += int(part.numel() - torch.count_nonzero(part).item())
@@ -401,16 +403,15 @@ class StepBody:
         """
         tools, view = self._tools, self._view
         mirrored = (block for block in view.mirrored if block.unit in came)
-        for block in filter(self._computes, (*view.owned, *mirrored)):
-            tools.arena.block_parameters(block).copy_(tools.pool.get(block.key).master)
+        here = filter(self._computes, (*view.owned, *mirrored))
+        tools.arena.set_parameters([(block, tools.pool.get(block.key).master) for block in here])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
-            for block, master in zip(blocks, parts, strict=True):
-                tools.arena.block_parameters(block).copy_(master)
+            tools.arena.set_parameters(list(zip(blocks, parts, strict=True)))
 
         self._exchange(
             view.relays.from_owners,
-            lambda blocks: torch.cat([tools.pool.get(block.key).master for block in blocks]),
+            lambda blocks: torch.cat([state[0] for state in tools.pool.read(block.key for block in blocks)]),
             unpack,
             1,
             0,

@@ -34,8 +34,9 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.side_channel import SideChannel
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.platform.threads import OS_THREADS, Event, Threads
+from megatron.elastic.state.block_copy import BlockCopy
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.pool import BlockCopy, StatePool
+from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.receiver import BlockReceiver
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.sender import BlockSender

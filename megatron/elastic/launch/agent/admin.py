@@ -153,7 +153,7 @@ class Sources:
         node, now = self.state.nodes[number], self.clock.now()
         record = self.state.quarantine.nodes.get(number, NodeRecord())
         out = round(max(0.0, record.until - now), 1) if record.out else 0.0
-        return NodeStatus(node.host, node.alive, len(record.recent(now)), out)
+        return NodeStatus(node.host, node.alive, len(record.recent(now)), out, record.finding)
 
 
 class Admin:

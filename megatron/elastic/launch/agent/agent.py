@@ -127,7 +127,7 @@ class Agent:
         self.by_rank = workers.by_rank
         self._respawn = Respawn(self.node, self.state, self._failures, workers, loop, self.timing, self.append)
         self._quarantines = Quarantines(self.node, self.state, self.clock, self._respawn.start_lost, self.append)
-        self._conditions = NodeConditions(job.settings, self.node, self.state, loop, self.append)
+        self._conditions = NodeConditions(job.settings, self.timing, self.node, self.state, loop, self.append)
         seen = {} if self._leases is None else self._leases.seen
         self._journal_trimming = JournalTrimming(
             members.store, members.signer, self.node, self.state, self._failures, self._history, seen

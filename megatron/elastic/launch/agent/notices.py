@@ -219,27 +219,46 @@ class NoticeThread:
 
 
 class NodeDrain:
-    """The drain of one node's ``ranks`` because of a notice. ``append``: to the journal. On the loop's thread."""
+    """The drain of one node's ``ranks`` because of a notice. ``append``: to the journal. On the loop's thread.
 
-    def __init__(self, node: str, ranks: tuple[int, ...], state: Generations, append: Callable[[Event], None]) -> None:
+    ``whole_job``: where the others cannot do without these ranks, the job saves and ends; otherwise they stay.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        ranks: tuple[int, ...],
+        state: Generations,
+        append: Callable[[Event], None],
+        whole_job: bool = True,
+    ) -> None:
         self._node, self._ranks, self._state, self._append = node, ranks, state, append
-        self._begun = False
+        self._whole_job = whole_job
+        self._asked = self._begun = False
 
     def heard(self, notice: str) -> None:
         """Ask for the drain."""
+        self._asked = True
         say(f"{self._node}: {notice}: its ranks {list(self._ranks)} leave, and others take their work over")
         self._append(Wanted(Drain(self._ranks)))
 
     def follow(self) -> None:
         """After each entry of the journal: if the others cannot do without these ranks, drain the job instead."""
         state = self._state
+        if not self._asked:
+            return
         if state.drain is not None:
             self._begun = bool(state.drain) and set(self._ranks) <= set(state.drain)
             return
         begun, self._begun = self._begun, False
-        if begun and any(state.ranks[rank].standing == "member" for rank in self._ranks):
+        self._asked = not begun
+        if not begun or all(state.ranks[rank].standing != "member" for rank in self._ranks):
+            return
+        if self._whole_job:
             say(f"{self._node}: the others cannot do without its ranks: the job saves and ends (exit status 3)")
             self._append(Wanted(Drain()))
+        else:
+            say(f"{self._node}: the others cannot do without its ranks: they go on")
 
 
 def _object(body: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Quarantines as one agent follows them: the ranks of a node that loses them again and again stay out for a time.
 
 The rules are in :mod:`megatron.elastic.control.quarantine`, the facts in the journal's state. A quarantine ends when
-its time is over, or when the job cannot go on without the ranks.
+its time is over, or when the job cannot go on without the ranks. A node whose hardware checks have a finding is left
+out until they have none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.events import Event, Lifted
+from megatron.elastic.control.events import Event, Examined, Lifted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS
 from megatron.elastic.control.suspicion import Idle
@@ -34,19 +35,34 @@ class Quarantines:
         """After each journal entry: report nodes that it put out or let in; start this node's ranks if it was out."""
         before, self._out = self._out, self.state.quarantine.out()
         for node in self._out - before:
-            record = self.state.quarantine.nodes[node]
             if self.state.coordinator() == self.node:
-                say(
-                    f"node {node} ({self.state.nodes[node].host}) lost ranks more often than the others, "
-                    f"{len(record.losses)} times within an hour: its lost ranks are not started again for "
-                    f"{record.until - record.losses[-1]:.0f} s (--elastic-quarantine-after; ctl admit starts them now)"
-                )
+                say(self._left_out(node))
         for node in before - self._out:
-            why = event.why if isinstance(event, Lifted) else "asked for" if self.state.members else "no rank is left"
+            why = self._why_in(event)
             if self.state.coordinator() == self.node:
                 say(f"node {node} ({self.state.nodes[node].host}): its lost ranks are started again: {why}")
         if self.node in before - self._out:
             self.let_in()
+
+    def _left_out(self, node: int) -> str:
+        record, name = self.state.quarantine.nodes[node], f"node {node} ({self.state.nodes[node].host})"
+        if record.finding:
+            return (
+                f"{name}: {record.finding}: its lost ranks are not started again until that is mended "
+                "(--elastic-health; ctl admit starts them now)"
+            )
+        return (
+            f"{name} lost ranks more often than the others, {len(record.losses)} times within an hour: its lost ranks "
+            f"are not started again for {record.until - record.losses[-1]:.0f} s "
+            "(--elastic-quarantine-after; ctl admit starts them now)"
+        )
+
+    def _why_in(self, event: Event) -> str:
+        if isinstance(event, Lifted):
+            return event.why
+        if isinstance(event, Examined):
+            return "its checks find nothing any more"
+        return "asked for" if self.state.members else "no rank is left"
 
     def consider(self, table: Mapping[int, tuple[int, Idle]]) -> None:
         """On the coordinator, now and then: lift quarantines that are over or whose ranks others wait for."""
@@ -58,4 +74,4 @@ class Quarantines:
             needed = missed & set(state.nodes[node].ranks)
             if node in due or needed:
                 why = f"ranks {sorted(needed)} are needed" if needed else "its time is over"
-                self.append(Lifted(node, quarantine.nodes[node].level, why))
+                self.append(Lifted(node, quarantine.nodes[node].level, why, needed=bool(needed)))

@@ -1,8 +1,8 @@
 """Messages to a URL on losses and at the end of a job (``--elastic-webhook``).
 
-A thread of its own sends them, one after the other, each a POST of one JSON object. What a receiver does costs the job
-nothing: an attempt ends after some seconds, a message after a few attempts, the queue holds a few messages, and the end
-of the launcher waits a bounded time for the last one. A message that is not delivered is a line in the log, one for
+A thread of its own sends them, one after the other, each a POST of one JSON object. A slow receiver costs the job
+nothing: an attempt ends after some seconds, and a message after a few attempts. The queue holds a few messages, and the
+end of the launcher waits a bounded time for the last one. A message that is not delivered is a line in the log, one for
 each series of failures.
 
 The agent that coordinates the job sends, so each event is sent once; when that agent is itself lost in the same moment,

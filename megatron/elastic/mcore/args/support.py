@@ -215,6 +215,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield f"{flag} ({feature.name}) needs a GPU: leave it out here"
     if args.elastic:
         yield from _exact_faults(args, config, platform)
+        if platform == "cpu" and config.state == "device":
+            yield "--elastic-state device needs an accelerator: a CPU has no other memory than the host's; leave it out"
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
         if (args.expert_model_parallel_size or 1) > 1:

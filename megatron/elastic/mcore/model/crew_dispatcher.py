@@ -124,7 +124,7 @@ class CrewDispatcher:
         everyone = counts.new_empty((len(self._crew.ranks), counts.numel()))
         if group is None:
             return everyone.copy_(counts.unsqueeze(0))
-        dist.all_gather_into_tensor(everyone, counts, group=group)
+        dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
         return everyone
 
 

@@ -1,8 +1,8 @@
 """The imports that fail on a machine without a GPU or with an older Python, found in a release without importing it.
 
 From the modules that a training script imports, the graph follows each import statement that runs at import time and
-whose failure is not caught. :data:`~megatron.elastic.mcore.patching.absent_imports.ROWS` must name those that ask for
-triton, or for a name that Python 3.11's ``typing`` lacks; the contract test compares both for each release.
+whose failure is not caught. The rows of :mod:`~megatron.elastic.mcore.patching.absent_imports` must name those that ask
+for triton, or for a name that Python 3.11's ``typing`` lacks. The contract test compares both for each release.
 """
 
 from __future__ import annotations

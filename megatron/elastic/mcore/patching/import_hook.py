@@ -2,8 +2,8 @@
 
 The adaptor is imported before Megatron and must import quickly, so it waits for modules of Megatron instead of
 importing them. Invariant: callbacks run in the importing thread, before the module's code with the module as an
-argument, or after it and before the importer goes on; once, but again where an import failed and is repeated. Looking
-for a module without importing it runs nothing.
+argument, or after it and before the importer goes on. They run once, but again where an import failed and is repeated.
+Looking for a module without importing it runs nothing.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def run_tables(plan: Plan) -> TableRun:
 
 
 class _Lockstep:
-    """How many computations each cell of a crew has begun: one begins when all cells of the crew have come to it."""
+    """The number of computations that each cell of a crew has begun: one begins when all its cells have come to it."""
 
     def __init__(self, plan: Plan) -> None:
         self._crew = {cell: crew for crew in plan.crews for cell in crew}

@@ -120,8 +120,7 @@ class Model:
             (u.forward_ns + u.backward_ns - u.weight_grad_ns) * micro_batch_size for u in profile.units
         )
         shares = max(1, holders)
-        here = int(profile.state_in_memory)
-        self.static = unit_sums(u.param_bytes - (-u.state_bytes // shares) * here for u in profile.units)
+        self.static = unit_sums(u.param_bytes - (-profile.resident_bytes(u) // shares) for u in profile.units)
         self.held = unit_sums(u.activation_bytes * micro_batch_size for u in profile.units)
         self.moved = unit_sums(u.param_bytes + u.state_bytes // max(1, holders) for u in profile.units)
         widest = max((u.boundary_bytes for u in profile.units), default=0) * micro_batch_size

@@ -1,0 +1,121 @@
+"""The memory in which owned blocks lie, decided once at the start of a job and equal on all ranks of it.
+
+Owners lie on the device where the platform is an accelerator and their state fits beside the model on every rank
+(``--elastic-state``). Each rank also tries whether its device steps with the host's bits (``state.step_selftest``);
+if that of some rank does not, mirrors receive stepped state instead of gradients (docs/design.md §6.9).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import ModelInterface
+from megatron.elastic.engine.generation.hardware import OwnerMemory
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.platform.base import Platform
+from megatron.elastic.platform.own_device import own_device
+from megatron.elastic.state.device_place import DevicePlace, Kernels, tensor_kernels
+from megatron.elastic.state.layout import UnitLayout, UnitShard
+from megatron.elastic.state.memory import Training, table
+from megatron.elastic.state.placement import Placement
+from megatron.elastic.state.step_selftest import differing
+
+__all__ = ["agree_on_owners", "device_place", "lines", "training_of"]
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one rank found."""
+
+    fits: bool
+    differing: tuple[str, ...]
+    kernels: str
+
+
+def device_place(platform: Platform) -> DevicePlace | None:
+    """Return this rank's device as a place of copies; None on a CPU."""
+    if platform.synchronous:
+        return None
+    device = platform.device(own_device(platform))
+    return DevicePlace(platform, device, _kernels(device.type))
+
+
+def _kernels(device_type: str) -> Kernels:
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from megatron.elastic.state.adam_triton import triton_kernels
+
+        return triton_kernels()
+    return tensor_kernels()
+
+
+def training_of(config: ElasticConfig, topology: LaunchTopology, arena: Arena, owners: OwnerMemory) -> Training:
+    """Return the figures of this rank's memory at launch."""
+    return Training(
+        parameters=arena.state_stop,
+        ranks=topology.grid.data_parallel_size,
+        itemsize=arena.dtype.itemsize,
+        mirrors=config.mirrors,
+        on_device=owners.on_device,
+        snapshot=config.snapshot if owners.same_bits else "state",
+        accelerator=arena.device.type != "cpu",
+    )
+
+
+def agree_on_owners(
+    fabric: Fabric,
+    config: ElasticConfig,
+    topology: LaunchTopology,
+    interface: ModelInterface,
+    layouts: Mapping[UnitShard, UnitLayout],
+    placement: Placement,
+    arena: Arena,
+    platform: Platform,
+) -> OwnerMemory:
+    """Return where owners lie. Collective. Raises ``ConfigError`` for what was asked for and does not hold."""
+    place = device_place(platform)
+    if place is None or config.state == "host":
+        return OwnerMemory()
+    owned = sum(layouts[key[:2]].blocks[key[2]].numel for key in placement.owned_by(fabric.rank))
+    needed = 16 * owned + _activations(topology, interface, arena)
+    mine = _Rank(needed <= _free(platform), differing(place), place.kernels.name)
+    found = gather_messages(fabric, _Rank, mine)
+    if config.state == "auto" and not all(one.fits for one in found.values()):
+        return OwnerMemory()
+    unlike = {rank: one for rank, one in found.items() if one.differing}
+    for rank, one in sorted(unlike.items())[:1]:
+        what = f"the device of rank {rank} computes {' and '.join(one.differing)} ({one.kernels}) with other bits"
+        if config.exact:
+            raise ConfigError(f"--elastic-exact: {what} than the host: use --elastic-state host")
+        if fabric.rank == fabric.alive[0] and config.snapshot == "gradient":
+            print(
+                f"--elastic-state: {what} than the host, so copies receive state (--elastic-snapshot state)", flush=True
+            )
+    return OwnerMemory(True, not unlike)
+
+
+def _activations(topology: LaunchTopology, interface: ModelInterface, arena: Arena) -> int:
+    """Return the bytes that the forwards of a full pipeline keep on this rank."""
+    rows = topology.grid.micro_batch_size * topology.pipeline
+    return sum(rows * interface.activation_bytes(u) for u in arena.held.units if u < topology.compute_units)
+
+
+def _free(platform: Platform) -> int:
+    """Return this rank's share of the free memory of its device."""
+    devices, ranks = platform.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return platform.memory(own_device(platform)).free // max(1, -(-ranks // devices))
+
+
+def lines(training: Training) -> Iterator[str]:
+    """Yield the table of memory that is printed at the start."""
+    heads = ("", "device B", "host B", "device GiB", "host GiB")
+    rows = [heads, *table(training)]
+    yield f"memory a parameter, and of a rank with {training.parameters:,} in a group of {training.ranks}:"
+    for name, *values in rows:
+        yield f"  {name:<34}" + "".join(f"{value:>12}" for value in values)

@@ -1,0 +1,98 @@
+"""One rank's copy of one block: its numbers, its version, and the gradients that it retains.
+
+The pool (:mod:`pool`) changes copies and keeps their rules; other modules only read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.elastic.state.hashing import content_hash
+from megatron.elastic.state.layout import Run, StateBlock
+from megatron.elastic.state.place import BlockStore, Place, Staged
+from megatron.elastic.state.record import GradientKey
+
+__all__ = ["SLOTS", "BlockCopy", "Part"]
+
+SLOTS = 2
+"""Gradients that a copy may retain."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``[start, stop)`` of a larger tensor that goes to host memory in one piece."""
+
+    whole: Staged
+    start: int
+    stop: int
+
+    def wait(self) -> torch.Tensor:
+        """See :meth:`Staged.wait`."""
+        return self.whole.wait()[self.start : self.stop]
+
+
+@dataclass
+class BlockCopy:
+    """This rank's copy of one block. ``store``: its numbers, fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
+
+    block: StateBlock
+    runs: tuple[Run, ...]
+    store: BlockStore
+    version: int
+    counted: bool = True
+    lineage: str = ""
+    """Hash chain over the copy's history: equal lineages mean equal bits (``hashing``)."""
+    previous: tuple[int, BlockStore, str] | None = None
+    """(version, numbers, lineage) before the last change, in ``state`` mode."""
+    gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
+    """Retained gradients, fp32 [numel], where they came in."""
+    staged: dict[GradientKey, Staged] = field(default_factory=dict)
+    """Host copies of those gradients that lie on a device."""
+    hashes: dict[GradientKey, str] = field(default_factory=dict)
+    """Content hashes of those gradients, computed at first use."""
+    spare: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def place(self) -> Place:
+        """The place of its numbers."""
+        return self.store.place
+
+    @property
+    def state(self) -> torch.Tensor:
+        """Its numbers, fp32 [3, numel], in its place."""
+        return self.store.state
+
+    @property
+    def master(self) -> torch.Tensor:
+        """Master parameters, fp32 [numel]."""
+        return self.state[0]
+
+    @property
+    def exp_avg(self) -> torch.Tensor:
+        """First moment, fp32 [numel]; the momentum under SGD."""
+        return self.state[1]
+
+    @property
+    def exp_avg_sq(self) -> torch.Tensor:
+        """Second moment, fp32 [numel]; unused under SGD."""
+        return self.state[2]
+
+    def host_gradient(self, key: GradientKey) -> torch.Tensor:
+        """Return a retained gradient in host memory, only to be read. Raises ``KeyError``."""
+        staged = self.staged.get(key)
+        return self.gradients[key] if staged is None else staged.wait()
+
+    def gradient_hash(self, key: GradientKey) -> str:
+        """Return the content hash of a retained gradient. Raises ``KeyError``."""
+        if key not in self.hashes:
+            self.hashes[key] = content_hash(self.block.key, self.host_gradient(key))
+        return self.hashes[key]
+
+    def release(self, key: GradientKey) -> None:
+        """Forget a gradient and keep its buffer for the next one."""
+        tensor = self.gradients.pop(key)
+        self.hashes.pop(key, None)
+        if self.staged.pop(key, None) is None and len(self.spare) < SLOTS:
+            self.spare.append(tensor)

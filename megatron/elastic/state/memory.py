@@ -1,0 +1,97 @@
+"""The bytes that training takes a parameter: this engine's, and those of Megatron's distributed optimizer beside it.
+
+A rank holds the parameters and gradients of the layers that it computes, of all of them in its data-parallel group
+of n ranks an n-th of the optimizer's state as owner, and k n-ths as mirror. Activations and buffers of the framework
+are the same in both and not counted, and neither are the messages under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Bytes", "Row", "Training", "memory_rows", "table"]
+
+_STATE = 12
+"""Of a copy: master, first and second moment, fp32."""
+_GRADIENT = 4
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes a parameter."""
+
+    device: float
+    host: float
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    each: Bytes
+
+
+@dataclass(frozen=True)
+class Training:
+    """The figures that the bytes depend on."""
+
+    parameters: int
+    """Of one rank: those of the layers that it computes, cut for tensor parallelism."""
+    ranks: int
+    """Of its data-parallel group."""
+    itemsize: int
+    """Bytes of a parameter of the model."""
+    mirrors: int
+    on_device: bool
+    """True if owned blocks lie in device memory."""
+    snapshot: Literal["gradient", "state"] = "gradient"
+    accelerator: bool = True
+    """False on a CPU, where all memory is the host's."""
+
+    @property
+    def owner(self) -> Bytes:
+        """Bytes of owned blocks, and of the copies of their gradients that leave for mirrors."""
+        held = _STATE + _GRADIENT + (_STATE if self.snapshot == "state" else 0)
+        return Bytes(held / self.ranks, _GRADIENT / self.ranks) if self.on_device else Bytes(0, held / self.ranks)
+
+    @property
+    def mirror(self) -> Bytes:
+        """Bytes of mirrored blocks."""
+        held = 2 * _STATE if self.snapshot == "state" else _STATE + _GRADIENT
+        return Bytes(0, self.mirrors * held / self.ranks)
+
+    @property
+    def owner_bytes(self) -> int:
+        """Device bytes of the state that one rank owns."""
+        return round(self.owner.device * self.parameters)
+
+
+def memory_rows(training: Training) -> tuple[Row, ...]:
+    """Return the rows of this engine, their sum, and the sum of Megatron with its distributed optimizer."""
+    held = training.itemsize + _GRADIENT
+    model = Row("parameters and gradients", Bytes(held, 0) if training.accelerator else Bytes(0, held))
+    copies = f"{training.mirrors} mirror{'s' * (training.mirrors != 1)}"
+    parts = (model, Row("owned state", training.owner), Row(copies, training.mirror))
+    total = parts[0].each + parts[1].each + parts[2].each
+    # Megatron steps fp32 parameters in place and keeps no other master of them.
+    plain = held + (_STATE - (4 if training.itemsize == 4 else 0)) / training.ranks
+    beside = Bytes(plain, 0) if training.accelerator else Bytes(0, plain)
+    return (*parts, Row("in all", total), Row("Megatron, distributed optimizer", beside))
+
+
+def table(training: Training) -> Iterator[Sequence[str]]:
+    """Yield the cells of the table: name, device and host bytes a parameter, device and host GiB a rank."""
+    for row in memory_rows(training):
+        each = row.each.device, row.each.host
+        yield (
+            row.name,
+            *(f"{value:.2f}" for value in each),
+            *(f"{value * training.parameters / _GIB:.2f}" for value in each),
+        )

@@ -1,0 +1,133 @@
+"""A layer with experts on the ranks of a crew, beside Megatron's layer with all experts on one rank.
+
+    python tests/unit/mcore/crew_layers.py OUT.json
+
+Written for ``test_crew.py``: this import redirects CUDA for the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.unit.small_gpt import answers_of, gpt_config
+
+# isort: split
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron.elastic.engine.compute.model_interface import Crew
+from megatron.elastic.mcore.model.expert_homes import deal_experts, expert_of, join_crew, launch_crew
+from megatron.elastic.mcore.model.ghost import GhostLayer
+
+EXPERTS, TOP, LENGTH, ROWS, WIDTH = 4, 2, 6, 2, 32
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """``homes``: the experts of each rank; ``rows``: samples of each rank's micro-batch, 0 for a ghost."""
+
+    homes: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+
+
+CASES = {
+    "even": Dealt(((0, 1), (2, 3)), (ROWS, ROWS)),
+    "uneven": Dealt(((0, 1, 3), (2,)), (ROWS, ROWS)),
+    "a ghost": Dealt(((1,), (0, 2, 3)), (ROWS, 0)),
+    "alone": Dealt(((0, 1, 2, 3),), (ROWS,)),
+}
+
+
+def whole_layer() -> Any:
+    """Megatron's layer with all experts, the same on each rank."""
+    config = gpt_config(
+        Dealt((), ()),
+        1,
+        0.0,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=0.0,
+        moe_ffn_hidden_size=16,
+        add_bias_linear=False,
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    return build_module(spec, config=config, layer_number=1)
+
+
+def dealt_layer(whole: Any, case: Dealt, rank: int) -> Any:
+    """The layer with this rank's experts only, with the same parameters."""
+    crew = Crew(tuple(range(len(case.homes))), case.homes)
+    layer, experts = whole_layer(), crew.experts_of(rank)
+    deal_experts(layer, experts, get_default_pg_collection())
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(values[expert_of(f".{name}", experts)[0][1:]])
+    join_crew(layer, crew, rank, lambda ranks: dist.group.WORLD)  # type: ignore[arg-type, return-value]
+    return layer
+
+
+def micro_batch(rank: int, rows: int) -> torch.Tensor:
+    """[s, b, h] of one rank."""
+    made = torch.Generator().manual_seed(7 + rank)
+    return torch.randn(LENGTH, rows, WIDTH, generator=made).requires_grad_()
+
+
+def apart(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """Largest difference, relative to the largest element."""
+    assert found is not None and expected is not None and found.shape == expected.shape
+    if not expected.numel():
+        return 0.0
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def compute(case: Dealt) -> dict[str, float]:
+    """Return how far output, input gradient and expert gradients are from those of the layer with all experts."""
+    rank, whole = dist.get_rank(), whole_layer()
+    layer = dealt_layer(whole, case, rank)
+    mine = micro_batch(rank, case.rows[rank])
+    if case.rows[rank]:
+        output = layer(mine)[0]
+    else:
+        holder = torch.nn.Module()
+        holder.mlp = layer
+        output = GhostLayer(holder)(mine)[0]
+    output.square().sum().backward()
+    differences: dict[str, float] = {}
+    for other, rows in enumerate(case.rows):
+        if not rows:
+            continue
+        theirs = micro_batch(other, rows)
+        expected = whole(theirs)[0]
+        expected.square().sum().backward()  # the gradients of experts add up over micro-batches
+        if other == rank:
+            differences |= {"output": apart(output, expected), "input": apart(mine.grad, theirs.grad)}
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter in layer.named_parameters():
+        known, expert = expert_of(f".{name}", case.homes[rank])
+        if expert is not None:
+            differences[known] = apart(parameter.grad, gradients[known[1:]])
+    return differences
+
+
+def names() -> dict[str, Any]:
+    """Names of parameters on a rank that has experts 2 and 5, and the crew of an expert-parallel group."""
+    expert, router = "mlp.experts.local_experts.1.linear_fc1.weight", "mlp.router.weight"
+    crew = launch_crew(6, (4, 6, 9))
+    return {"names": [expert_of(f".{name}", (2, 5)) for name in (expert, router)], "crew": [crew.ranks, crew.experts]}
+
+
+if __name__ == "__main__":
+    found: dict[str, Any] = {name: answers_of(case, compute, world=len(case.homes)) for name, case in CASES.items()}
+    Path(sys.argv[1]).write_text(json.dumps(found | {"names": names()}))

@@ -1,0 +1,351 @@
+"""Copies of blocks in device memory, each check in a process of its own (``tests/standin/forked.py``)."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron.elastic import _state
+from megatron.elastic.engine.compute.block_checksums import block_checksums, disputes
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step_tensors, sgd_step_tensors, single
+from megatron.elastic.state.checkpoint_view import CheckpointView
+from megatron.elastic.state.device_place import DevicePlace, Kernels, Reserved, tensor_kernels
+from megatron.elastic.state.hashing import content_hash
+from megatron.elastic.state.layout import BlockKey, ParamSpec, UnitLayout
+from megatron.elastic.state.place import HOST, Place
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.relocation import Relocation
+from megatron.elastic.state.step_selftest import differing
+from megatron.elastic.state.verify import fingerprints
+from tests.standin import device as standin
+from tests.standin.platform import StandinPlatform
+
+SPECS = [
+    ParamSpec("weight", 900, (30, 30), True, 1.0),
+    ParamSpec("bias", 30, (30,), True, 0.0),
+    ParamSpec("norm", 100, (100,), False, 0.0, 2.0),
+]
+LAYOUT = UnitLayout.build(0, 0, SPECS, 1024)
+KEYS = [block.key for block in LAYOUT.blocks]
+RATES = (Rate(1e-2, 0.1),)
+
+
+def on_device() -> DevicePlace:
+    """The place of device 1, which is not the current one."""
+    return DevicePlace(StandinPlatform(), torch.device("standin:1"), tensor_kernels())
+
+
+def filled(
+    place: Place, hyper: Hyper, seed: int = 0, snapshot: Any = "gradient", source: Place | None = None
+) -> tuple[StatePool, StepRecord]:
+    """A pool whose owners belong to ``place``; its copies lie there, or in ``source``."""
+    pool = StatePool(0, {(0, 0): LAYOUT}, hyper, snapshot, place)
+    flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed))
+    for block in LAYOUT.blocks:
+        pool.put(block.key, flat[block.start : block.stop], 0, place=source or place)
+    record = StepRecord.initial(hyper)
+    pool.start(record)
+    return pool, record
+
+
+def reduced(pool: StatePool, key: GradientKey, seed: int) -> None:
+    """Retain gradients that come from an arena of the place of the owners, which is then used for others."""
+    made = torch.Generator().manual_seed(seed)
+    spread = torch.randn(LAYOUT.numel, generator=made).exp().pow(4)
+    arena = pool.owners.bring(torch.randn(LAYOUT.numel, generator=made) * spread)
+    pool.retain_all(key, {block.key: arena[block.start : block.stop] for block in LAYOUT.blocks})
+    arena.fill_(float("nan"))
+
+
+def voted(pool: StatePool, record: StepRecord, key: GradientKey, overflow: bool = False) -> StepRecord:
+    norms = {k: pool.norm_sq(k, key) for k in KEYS}
+    return advance(record, Vote(key, norms, overflow, 4.0, 4.0, 8, rates=RATES), pool.hyper)
+
+
+def held(pool: StatePool) -> list[BlockKey]:
+    """The blocks of a pool that lie on a device."""
+    return [key for key in pool if pool.get(key).place.on_device]
+
+
+def bits(pool: StatePool) -> list[list[int]]:
+    return [state.view(torch.int32).flatten().tolist() for state in pool.read(KEYS)]
+
+
+def lineages(pool: StatePool) -> list[str]:
+    return [pool.get(key).lineage for key in KEYS]
+
+
+def check_a_device_steps_with_the_hosts_bits() -> None:
+    draw = random.Random(11)
+    for case in range(12):
+        hyper = Hyper(
+            ConstantSchedule(RATES),
+            optimizer="sgd" if case % 4 == 3 else "adam",
+            decoupled_weight_decay=case % 2 == 0,
+            beta2=0.95,
+            scaler="dynamic" if case % 3 == 0 else "none",
+            initial_loss_scale=2.0**16 if case % 3 == 0 else 1.0,
+        )
+        pools = [filled(place, hyper, case) for place in (HOST, on_device())]
+        models = [
+            {block.key: pool.owners.empty(block.numel).bfloat16() for block in LAYOUT.blocks} for pool, _ in pools
+        ]
+        records = [record for _, record in pools]
+        for step in range(4):
+            key, overflow = GradientKey(step, 1), draw.random() < 0.25
+            for number, (pool, _) in enumerate(pools):
+                reduced(pool, key, 100 * case + step)
+                records[number] = voted(pool, records[number], key, overflow)
+                pool.apply(records[number], model=models[number])
+            assert records[0] == records[1]
+            assert bits(pools[0][0]) == bits(pools[1][0])
+            assert lineages(pools[0][0]) == lineages(pools[1][0])
+        for block, there in models[1].items():
+            assert torch.equal(models[0][block], there.cpu())
+    assert standin.unpinned_asynchronous_copies() == 0
+
+
+def check_gradients_leave_a_device_as_they_were_and_in_page_locked_memory() -> None:
+    pool, _ = filled(on_device(), Hyper(ConstantSchedule(RATES)))
+    key = GradientKey(0, 1)
+    reduced(pool, key, 5)
+    host, _ = filled(HOST, Hyper(ConstantSchedule(RATES)))
+    reduced(host, key, 5)
+    for block in KEYS:
+        copy = pool.get(block)
+        assert copy.gradients[key].device == torch.device("standin:1")
+        assert copy.host_gradient(key).is_pinned()
+        assert torch.equal(copy.host_gradient(key), host.get(block).gradients[key])
+    pool.retain_all(GradientKey(0, 2), {})  # a rank that owns nothing
+    whole = {pool.get(block).host_gradient(key).untyped_storage().data_ptr() for block in KEYS}
+    assert len(whole) == 1 and len(KEYS) > 1
+
+
+def check_a_staged_gradient_that_is_not_waited_for_is_seen_by_its_values() -> None:
+    place = on_device()
+    staged = place.stage(torch.full((64,), 3.0, device="standin:1"))
+    early = cast(Any, staged).host
+    assert early.tolist() != [3.0] * 64 and staged.wait().tolist() == [3.0] * 64
+
+
+def check_dies_when_a_kernel_of_the_host_reads_device_numbers() -> None:
+    pool, _ = filled(on_device(), Hyper(ConstantSchedule(RATES)))
+    master = pool.get(KEYS[0]).master
+    _state.sum_of_squares(master.data_ptr(), master.numel())
+
+
+def check_device_numbers_are_refused_by_hashes_and_the_hosts_kernels() -> None:
+    pool, _ = filled(on_device(), Hyper(ConstantSchedule(RATES)))
+    copy = pool.get(KEYS[0])
+    with pytest.raises(TypeError, match="standin"):
+        content_hash(KEYS[0], copy.state)
+    with pytest.raises(ValueError, match="expected a contiguous host tensor"):
+        HOST.sgd(copy.master, copy.exp_avg, copy.exp_avg_sq, SgdScalars(1.0, 1.0, 0.9, 0.0))
+
+
+def check_hashes_checksums_and_checkpoints_are_those_of_the_host() -> None:
+    hyper, key = Hyper(ConstantSchedule(RATES)), GradientKey(0, 1)
+    (host, record), (device, _) = filled(HOST, hyper), filled(on_device(), hyper)
+    for pool in (host, device):
+        reduced(pool, key, 9)
+    assert block_checksums(host, KEYS, key, 1).tolist() == block_checksums(device, KEYS, key, 1).tolist()
+    assert fingerprints(host, KEYS, torch.bfloat16) == fingerprints(device, KEYS, torch.bfloat16)
+    view, before = CheckpointView(device, KEYS, record), bits(device)
+    for pool in (host, device):
+        pool.apply(voted(pool, record, key))
+    assert [view.read(block).view(torch.int32).flatten().tolist() for block in KEYS] == before != bits(device)
+    device.flip_bit(KEYS[1], "exp_avg_sq")
+    record = device.records[1]
+    for pool in (host, device):
+        reduced(pool, GradientKey(1, 1), 10)
+    found = disputes(host, KEYS, GradientKey(1, 1), 1, block_checksums(device, KEYS, GradientKey(1, 1), 1))
+    assert found.contents == (KEYS[1],) and found.marks == ()
+
+
+def check_state_mode_goes_back_on_the_device() -> None:
+    hyper, key = Hyper(ConstantSchedule(RATES)), GradientKey(0, 1)
+    pool, record = filled(on_device(), hyper, snapshot="state")
+    before = bits(pool)
+    reduced(pool, key, 3)
+    pool.apply(voted(pool, record, key))
+    assert bits(pool) != before
+    pool.revert(record)
+    assert bits(pool) == before and pool.get(KEYS[0]).place.on_device
+
+
+def arena_of(dtype: torch.dtype) -> Any:
+    """As much of an arena as parameters are written through, on device 1."""
+    slices = {(0, 0): SimpleNamespace(start=0, layout=LAYOUT)}
+    place = torch.device("standin:1")
+    arena = SimpleNamespace(
+        parameters=torch.zeros(LAYOUT.numel, dtype=dtype, device=place), slices=slices, device=place
+    )
+    arena.block_parameters = lambda block: Arena.block_parameters(cast(Any, arena), block)
+    return arena
+
+
+def check_parameters_of_host_and_device_masters_reach_the_arena() -> None:
+    flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.bfloat16):
+        arena = arena_of(dtype)
+        values = [
+            (block, flat[block.start : block.stop].to("standin:1" if number % 2 else "cpu"))
+            for number, block in enumerate(LAYOUT.blocks)
+        ]
+        Arena.set_parameters(arena, values)
+        for block in LAYOUT.blocks:
+            part = slice(block.start, block.stop)
+            assert torch.equal(arena.parameters.cpu()[part], flat.to(dtype)[part])
+    assert standin.unpinned_asynchronous_copies() == 0
+
+
+# -- moves between host and device ------------------------------------------------------------
+
+
+def relocated(place: DevicePlace, room: int = 1 << 30) -> tuple[StatePool, StepRecord, Relocation, list[str]]:
+    """A pool of mirrors, and what moves those of them that become owners."""
+    pool, record = filled(place, Hyper(ConstantSchedule(RATES)), source=HOST)
+    said: list[str] = []
+    return pool, record, Relocation(pool, place, lambda: room, said.append), said
+
+
+def step(pools: list[StatePool], record: StepRecord, number: int) -> StepRecord:
+    """Bring each pool one step on; the record, which is the same."""
+    key, made = GradientKey(number, 1), dict[str, StepRecord]()
+    for pool in pools:
+        reduced(pool, key, number)
+        after = voted(pool, record, key)
+        pool.apply(after)
+        made[after.digest] = after
+    assert len(made) == 1
+    return after
+
+
+def wait_for(relocation: Relocation) -> None:
+    while relocation.pending or relocation.moving:
+        time.sleep(0.001)
+    assert relocation.error is None, relocation.error
+
+
+class Gated(DevicePlace):
+    """A place whose uploads wait until they may begin."""
+
+    def __init__(self) -> None:
+        super().__init__(StandinPlatform(), torch.device("standin:1"), tensor_kernels())
+        self.began, self.may = threading.Event(), threading.Event()
+
+    def fill(self, reserved: Reserved, values: torch.Tensor) -> None:
+        self.began.set()
+        assert self.may.wait(10)
+        super().fill(reserved, values)
+
+
+def check_a_promoted_block_is_stepped_on_the_host_until_it_has_moved() -> None:
+    place, owned = Gated(), tuple(LAYOUT.blocks[:2])
+    (pool, record, relocation, _), (host, _) = relocated(place), filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(owned)
+    assert held(pool) == [] and place.began.wait(10)
+    place.may.set()
+    wait_for(relocation)
+    assert held(pool) == [block.key for block in owned]
+    for number in range(3):
+        record = step([pool, host], record, number)
+    assert bits(pool) == bits(host) and standin.unpinned_asynchronous_copies() == 0
+    relocation.follow(tuple(LAYOUT.blocks[1:]))
+    wait_for(relocation)
+    assert held(pool) == KEYS[1:] and bits(pool) == bits(host)
+    step([pool, host], record, 3)
+    assert bits(pool) == bits(host) and lineages(pool) == lineages(host)
+    relocation.close()
+
+
+def check_steps_and_checkpoints_go_on_while_roles_change_and_blocks_move() -> None:
+    draw = random.Random(5)
+    (pool, record, relocation, _), (host, _) = relocated(on_device()), filled(HOST, Hyper(ConstantSchedule(RATES)))
+    for number in range(30):
+        relocation.follow(tuple(draw.sample(LAYOUT.blocks, draw.randrange(len(KEYS) + 1))))
+        view, before = CheckpointView(pool, KEYS, record), bits(host)
+        record = step([pool, host], record, number)
+        assert [view.read(key).view(torch.int32).flatten().tolist() for key in KEYS] == before
+    wait_for(relocation)
+    assert bits(pool) == bits(host) and lineages(pool) == lineages(host)
+
+
+def check_a_role_that_changes_voids_the_moves_under_way() -> None:
+    place = Gated()
+    pool, _, relocation, _ = relocated(place)
+    relocation.follow(tuple(LAYOUT.blocks))
+    assert place.began.wait(10)
+    changed = threading.Thread(target=relocation.follow, args=(tuple(LAYOUT.blocks[-1:]),))
+    changed.start()
+    place.may.set()
+    changed.join()
+    wait_for(relocation)
+    assert held(pool) == KEYS[-1:]
+    relocation.close()
+
+
+def check_blocks_without_room_stay_on_the_host_and_the_user_is_told_once() -> None:
+    pool, record, relocation, said = relocated(on_device(), room=12 * LAYOUT.blocks[0].numel)
+    host, _ = filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(tuple(LAYOUT.blocks))
+    wait_for(relocation)
+    assert held(pool) == KEYS[:1]
+    assert len(said) == 1 and "rank 0 steps" in said[0] and "no memory free" in said[0]
+    step([pool, host], record, 0)
+    assert bits(pool) == bits(host)
+
+
+class Failing(DevicePlace):
+    """A place whose uploads fail."""
+
+    def fill(self, reserved: Reserved, values: torch.Tensor) -> None:
+        raise RuntimeError("no such transfer")
+
+
+def check_a_failed_move_is_raised_on_the_training_thread() -> None:
+    pool, _, relocation, _ = relocated(Failing(StandinPlatform(), torch.device("standin:1"), tensor_kernels()))
+    relocation.follow(tuple(LAYOUT.blocks))
+    while relocation.moving:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="no such transfer"):
+        relocation.follow(())
+    assert held(pool) == []
+
+
+# -- the self-test ----------------------------------------------------------------------------
+
+
+def with_kernels(adam: Any = adam_step_tensors, sgd: Any = sgd_step_tensors) -> DevicePlace:
+    return DevicePlace(StandinPlatform(), torch.device("standin:1"), Kernels("test", adam, sgd))
+
+
+def check_the_self_test_passes_a_device_that_steps_as_the_host_does() -> None:
+    assert differing(with_kernels()) == ()
+
+
+def check_the_self_test_finds_a_quotient_by_the_reciprocal() -> None:
+    def adam(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, scalars: AdamScalars) -> None:
+        before = master * single(1.0 - scalars.lr * scalars.weight_decay) if scalars.decoupled else master.clone()
+        adam_step_tensors(master, exp_avg, exp_avg_sq, grad, scalars)
+        correction = torch.full_like(master, single(math.sqrt(scalars.bias_correction2)))
+        denominator = exp_avg_sq.double().sqrt().float() / correction + single(scalars.eps)
+        master.copy_(before - exp_avg * single(scalars.lr / scalars.bias_correction1) * (1 / denominator))
+
+    assert differing(with_kernels(adam)) == ("Adam",)
+
+
+def check_the_self_test_finds_denormals_that_are_flushed() -> None:
+    def sgd(master: Any, momentum: Any, grad: Any, scalars: SgdScalars) -> None:
+        sgd_step_tensors(master, momentum, torch.where(grad.abs() < 2.0**-126, torch.zeros_like(grad), grad), scalars)
+
+    assert differing(with_kernels(sgd=sgd)) == ("SGD",)
