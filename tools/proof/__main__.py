@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.bench._jobs import ROOT, environment
+from tools.bench._jobs import ROOT
 from tools.proof import report
-from tools.proof.machine import Machine
+from tools.proof.machine import Machine, on_platform
 from tools.proof.sections import SECTIONS, Settings
 
 _ONE_DEVICE = {"cuda": "CUDA_VISIBLE_DEVICES=0", "npu": "ASCEND_RT_VISIBLE_DEVICES=0"}
@@ -30,7 +30,7 @@ def devices_of(platform: str) -> int:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", count],
         cwd=ROOT,
-        env=environment(ELASTIC_PLATFORM=platform),
+        env=on_platform(platform),
         capture_output=True,
         text=True,
         timeout=180,

@@ -5,6 +5,7 @@ Invariant: a job that fails or takes too long is a result (:attr:`Ran.fault`), n
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._jobs import PRETRAIN, QUIET, ROOT, command, environment
 
-__all__ = ["DRAINED", "Machine", "Ran"]
+__all__ = ["DRAINED", "Machine", "Ran", "on_platform"]
 
 DRAINED = 3
 """Exit code of a job that was told to end."""
@@ -68,6 +69,13 @@ class Ran:
         return [record for record in self.events if record.kind == kind]
 
 
+def on_platform(platform: str, **more: str) -> dict[str, str]:
+    """The variables of a process on ``platform``, which a package on PYTHONPATH may bring."""
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"ELASTIC_PLATFORM": platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **more}
+    return {**environment(), "PYTHONPATH": os.pathsep.join(places), **settings}
+
+
 @dataclass(frozen=True)
 class Machine:
     """Devices of one platform, as ``ELASTIC_PLATFORM`` names it. ``one``: variables that leave one device visible."""
@@ -79,8 +87,7 @@ class Machine:
 
     def environment(self, one_device: bool = False) -> dict[str, str]:
         """The variables of a job."""
-        shared = {"ELASTIC_PLATFORM": self.platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return environment(**shared, **(self.one if one_device else {}))
+        return on_platform(self.platform, **(self.one if one_device else {}))
 
     def job(
         self,
