@@ -24,7 +24,16 @@ PLATFORMS = {"cuda": ("tests.standin.platform:NcclPlatform", with_nccl), "npu": 
 def test_the_short_form_passes_on_the_stand_in(tmp_path: Path, kind: str) -> None:
     build()
     platform, environment = PLATFORMS[kind]
-    command = ["--platform", platform, "--one-device", "STANDIN_DEVICES=1", "--short", "--out", str(tmp_path / "out")]
+    command = [
+        "--platform",
+        platform,
+        "--one-device",
+        "STANDIN_DEVICES=1",
+        "--short",
+        "--plain-alone",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment(tmp_path / "library")}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tools.proof", *command],

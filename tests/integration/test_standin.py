@@ -56,9 +56,9 @@ def library() -> None:
 LOSING = (
     "--elastic-allow-inject",
     "--elastic-inject",
-    "delay:missing=1,count=0,point=before_vote,seconds=3;kill:rank=3,step=3,point=after_reduce",
+    "delay:missing=1,count=0,point=before_vote,seconds=60;kill:rank=3,step=3,point=after_reduce",
 )
-"""A rank is lost in the first step after the checkpoint; the others linger in it until it is back."""
+"""A rank is lost in the first step after the checkpoint; the others linger in it until it asks to be let in."""
 
 
 def test_a_job_trains_on_the_devices_as_on_the_cpu_although_a_rank_is_lost(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_in_bf16_a_loss_and_a_return_change_no_loss(tmp_path: Path) -> None:
 def test_state_moves_between_devices_ranks_when_one_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
     """With one mirror; copies are made anew beside steps, after the loss and after the return."""
     steps = 12
-    script = "delay:missing=1,count=0,point=in_migration_begin,seconds=3;kill:rank=1,step=2,point=mid_forward"
+    script = "delay:missing=1,count=0,point=in_migration_begin,seconds=60;kill:rank=1,step=2,point=mid_forward"
     whole = elastic_job(tmp_path / "whole", 4, 1, 1, steps, *DROPOUT, "--lr-decay-iters", str(test_moving_state.STEPS))
     finished(whole)
     moved = test_moving_state.disturbed(tmp_path / "moved", script, steps=steps, mirrors=1)

@@ -13,15 +13,13 @@ import pytest
 from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
 from tests.integration.kill_walk import DROPOUT, TWO
 from tests.standin.library import build
-from tests.standin.vendor import with_hccl, with_nccl
+from tests.standin.vendor import VERSIONS, with_hccl, with_nccl
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
 LINGER = "delay:missing=1,count=0,point=before_step,seconds=0.5"
 """Steps go slowly while a rank is missing, so that it is back before the end."""
-EDITS = {"full": {"shrunk", "grown"}, "shrinks": set(), "basic": set(), "hccl": set()}
-"""How communicators change in a job that loses a rank in the middle of a collective. Without revoke all is aborted."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,20 +41,18 @@ def losing(*faults: str) -> tuple[str, str, str]:
     return ("--elastic-allow-inject", "--elastic-inject", ";".join((LINGER, *faults)))
 
 
-def changed(folder: Path, version: str) -> set[str]:
-    """How communicators were changed, by the names of their files."""
-    names = [file.name for file in (folder / ("basic" if version == "hccl" else version)).iterdir()]
-    assert any(name.startswith("id-") for name in names), "the library was used"
-    return {"shrunk" for name in names if "-x" in name} | {"grown" for name in names if name.startswith("grow-")}
+def communicators(folder: Path, version: str) -> int:
+    """The number of communicators that the job made."""
+    return len(list((folder / ("basic" if version == "hccl" else version)).glob("id-*")))
 
 
-@pytest.mark.parametrize("version", EDITS)
+@pytest.mark.parametrize("version", [*VERSIONS, "hccl"])
 def test_a_rank_killed_during_a_collective_costs_no_step_and_comes_back(tmp_path: Path, version: str) -> None:
     whole = job(tmp_path / "whole", version)
     killed = job(tmp_path / "killed", version, *losing("kill:rank=1,step=3,point=mid_reduce"))
     assert deviation_without_loss(whole, killed) <= 1e-6
     assert {(record.rank, record.incarnation) for record in killed.of("phases")} >= {(1, 1)}
-    assert changed(tmp_path / "killed", version) == EDITS[version]
+    assert communicators(tmp_path / "killed", version) > communicators(tmp_path / "whole", version) > 0
 
 
 @pytest.mark.parametrize("version", ["full", "basic", "hccl"])

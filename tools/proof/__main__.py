@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--platform", required=True, help="cuda, npu, or module:Class of a Platform")
     parser.add_argument("--one-device", metavar="NAME=VALUE", help="variable that leaves one device visible")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for reports, outputs and checkpoints")
+    parser.add_argument("--plain-alone", action="store_true", help="plain Megatron has no library for several devices")
     parser.add_argument("--short", action="store_true", help="one case of each kind")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options = parser.parse_args()
@@ -83,7 +85,8 @@ def main() -> None:
         parser.error(f"--platform {options.platform}: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(options.platform, devices, {name: value}, options.out.resolve())
-    found = prove(machine, Settings.short() if options.short else Settings(), options.sections)
+    settings = replace(Settings.short() if options.short else Settings(), plain_alone=options.plain_alone)
+    found = prove(machine, settings, options.sections)
     verdicts = {name: figures["passed"] for name, figures in found["sections"].items()}
     print(json.dumps({"report": os.fspath(machine.folder / "report.md"), "passed": verdicts}))
     sys.exit(int(False in verdicts.values()))

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from megatron.elastic.engine.inject import STEP_POINTS
@@ -52,6 +51,8 @@ class Settings:
     trials: int = 3
     state_bytes: int = GIB
     """Of a rank, in the rejoin."""
+    plain_alone: bool = False
+    """Plain Megatron has no library for several of these devices."""
 
     @classmethod
     def short(cls) -> Settings:
@@ -176,10 +177,10 @@ def kills(machine: Machine, settings: Settings) -> Figures:
     return {"passed": whole and found["deviation"] <= ROUNDING, **found}
 
 
-def happened(output: str) -> list[tuple[str, float]]:
-    """(point, wall time) of each injected kill."""
-    told = re.findall(r"injected kill: rank \d+, step -?\d+, (\w+) .*wall time ([\d.]+)", output)
-    return [(point, float(wall)) for point, wall in told]
+def happened(output: str) -> list[tuple[str, int, float]]:
+    """(point, step, wall time) of each injected kill."""
+    told = re.findall(r"injected kill: rank \d+, step (-?\d+), (\w+) .*wall time ([\d.]+)", output)
+    return [(point, int(step), float(wall)) for step, point, wall in told]
 
 
 def whole_again(kills: int) -> Callable[[list[EventRecord], str], bool]:
@@ -193,10 +194,12 @@ def whole_again(kills: int) -> Callable[[list[EventRecord], str], bool]:
 
 
 def mttr(run: Ran) -> dict[str, float]:
-    """Seconds from a kill to the next committed step, and those of a normal step: medians."""
-    commits = sorted({r.fields["step"]: r.wall for r in run.of("step")}.values())
-    steps = [end - begin for begin, end in pairwise(commits)]
-    spent = [next((wall for wall in commits if wall > at), float("inf")) - at for _, at in happened(run.output)]
+    """Medians of the seconds from a kill until all survivors have the step under way, or the next, and of a step."""
+    commits: dict[int, float] = {}
+    for record in run.of("step"):
+        commits[record.fields["step"]] = max(record.wall, commits.get(record.fields["step"], 0.0))
+    steps = [commits[step] - commits[step - 1] for step in commits if step - 1 in commits]
+    spent = [commits.get(step, commits.get(step + 1, float("inf"))) - at for _, step, at in happened(run.output)]
     return {"to_next_commit": statistics.median(spent), "normal_step": statistics.median(steps)} if spent else {}
 
 
@@ -260,7 +263,8 @@ def rejoin(machine: Machine, settings: Settings) -> Figures:
 
 def overhead(machine: Machine, settings: Settings) -> Figures:
     """Step time and device memory beside plain Megatron, in turn, on one device and on all of them."""
-    worlds = sorted({1, machine.devices} if 16 % machine.devices == 0 else {1})
+    alone = settings.plain_alone or 8 % machine.devices  # micro-batches of a step must divide
+    worlds = [1] if alone else sorted({1, machine.devices})
     rows = []
     for world in worlds:
         ratios, memory, fault = [], {}, ""
