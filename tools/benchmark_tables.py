@@ -65,6 +65,27 @@ def recovery(figures: Figures) -> str:
     return table(head, rows)
 
 
+def experts(figures: Figures) -> str:
+    """Times of the dense model and of the mixture, rates after a loss, and the share of the time that trains."""
+    named = (
+        ("normal step (s)", "normal_step_s"),
+        ("overhead of a loss (s)", "overhead_s"),
+        ("signal until the next committed step (s)", "recover_s"),
+        ("signal until the rank takes part again (s)", "absent_s"),
+        ("longer step in which it is back (s)", "returning_s"),
+    )
+    dense, mixture = figures["dense"], figures["experts"]
+    rows = [
+        (title, *(number(run[name]) if name == "normal_step_s" else spread(run[name]) for run in (dense, mixture)))
+        for title, name in named
+    ]
+    ratios = f"Mixture over dense: overhead {number(figures['overhead_ratio'])}, until the next committed step "
+    ratios += f"{number(figures['recover_ratio'])}. Share of the time that trains: {figures['ettr']:.4f}."
+    rates = [(crews, number(rate["kept"]), number(rate["crew_dropped"])) for crews, rate in figures["rates"].items()]
+    head = ("after one loss of 8", "rate kept", "rate where the crew's replicas are dropped")
+    return "\n\n".join((table(("", "dense", "mixture of experts"), rows), ratios, table(head, rates)))
+
+
 def rejoin(figures: Figures) -> str:
     """Admission, waits and background copies of a rank that comes back."""
     named = (

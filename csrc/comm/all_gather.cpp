@@ -5,7 +5,7 @@
 namespace elastic::comm {
 
 void all_gather(const Call& call, const std::vector<Part>& outputs) {
-  Operation op(call.hub, call.group, call.generation, call.timeout);
+  Operation op(call.hub, call.group, call.generation, call.timeout, call.awaited);
   PipelineJob job;
   job.outputs = &outputs;
   run_pipeline(op, job);

@@ -5,6 +5,7 @@
 // members; translation from torch's ranks is the binding's business.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,9 @@ struct Call {
   Group& group;
   uint64_t generation;
   double timeout;
+  // Of a call in the background: whether a thread waits for it. Until then its waits are not waits of the process: a
+  // rank that computes is not to look as if it waited for a peer that computes too.
+  const std::atomic<bool>* awaited = nullptr;
 };
 
 // In place. `data` may be in pieces (coalesced tensors).

@@ -397,7 +397,7 @@ void Hub::sleep(const WaitScope& scope, const std::function<bool()>& done) {
   std::list<std::vector<int>>::iterator published;
   {
     std::vector<int> ranks;
-    if (scope.missing) scope.missing(&ranks);
+    if (scope.missing && (scope.awaited == nullptr || scope.awaited->load())) scope.missing(&ranks);
     std::lock_guard<std::mutex> lock(waits_mutex_);
     waits_.push_front(std::move(ranks));
     published = waits_.begin();

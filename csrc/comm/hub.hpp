@@ -78,6 +78,7 @@ struct WaitScope {
   bool background = false;                         // the progress thread: leads only while no other thread waits
   const Group* group = nullptr;                    // may be lost to an Abort
   std::function<void(std::vector<int>*)> missing;  // ranks still waited for
+  const std::atomic<bool>* awaited = nullptr;      // if given: no wait of the process until it is true
 };
 
 class Hub final : public LinkHost {

@@ -26,7 +26,7 @@ char* contiguous(const Part& part, size_t offset, size_t size) {
   return nullptr;
 }
 
-Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout)
+Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout, const std::atomic<bool>* awaited)
     : hub_(hub), group_(group), generation_(generation), shared_(hub.enter(generation)) {
   const int lost = group.lost.load(std::memory_order_acquire);
   if (lost >= 0)
@@ -42,6 +42,7 @@ Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout
   scope_.seconds = timeout;
   scope_.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
   scope_.group = &group;
+  scope_.awaited = awaited;
 }
 
 Operation::~Operation() {

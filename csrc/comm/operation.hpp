@@ -44,7 +44,8 @@ char* contiguous(const Part& part, size_t offset, size_t size);
 class Operation {
  public:
   // Throws GenerationChanged, or what broke an earlier collective of the group in this generation.
-  Operation(Hub& hub, Group& group, uint64_t generation, double timeout);
+  // `awaited` as in WaitScope.
+  Operation(Hub& hub, Group& group, uint64_t generation, double timeout, const std::atomic<bool>* awaited = nullptr);
   ~Operation();
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;

@@ -8,7 +8,7 @@ namespace elastic::comm {
 void reduce_scatter(const Call& call, const std::vector<Part>& inputs, const Part& target, DType type,
                     ReduceOp reduction) {
   expect_defined(type, reduction);
-  Operation op(call.hub, call.group, call.generation, call.timeout);
+  Operation op(call.hub, call.group, call.generation, call.timeout, call.awaited);
   PipelineJob job;
   job.type = type;
   job.op = reduction;

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
     """HMAC-SHA256 as the handshake computes it (32 bytes)."""
@@ -96,6 +96,10 @@ class ElasticProcessGroup(ProcessGroup):
         """Sum ``flat`` in member order; ranges (start, stop, owner) of this rank receive it in place."""
     def all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
         """Fill ranges (start, stop, owner) of ``flat`` from their owners."""
+    def begin_reduce_scatter_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> Work:
+        """As ``reduce_scatter_blocks``, on a thread of the hub's."""
+    def begin_all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> Work:
+        """As ``all_gather_blocks``, on a thread of the hub's."""
     def on_reconfigure(
         self, handle: Callable[[], str] | None, edit: Callable[[int, list[str], bool, float], None] | None
     ) -> None:

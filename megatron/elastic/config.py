@@ -156,6 +156,16 @@ class ElasticConfig:
     """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.
     'state': copies receive the updated state, which is more traffic."""
 
+    overlap: Literal["none", "reduce", "gather", "both"] = "none"
+    """Communication that goes on behind computation. 'reduce': gradients are reduced, and sent to their copies, behind
+    the backward. 'gather': parameters are gathered behind the next forward. 'both', 'none'. Megatron's
+    --overlap-grad-reduce and --overlap-param-gather set it too. Use it where communication does not take processor time
+    from computation."""
+
+    bucket_elements: int = 1 << 20
+    """With --elastic-overlap: number of elements that are reduced, sent or gathered together at least, in whole layers.
+    Smaller buckets begin earlier; each costs some hundred microseconds. Megatron's --ddp-bucket-size sets it too."""
+
     state: Literal["auto", "host", "device"] = "auto"
     """Memory of the optimizer state that a rank owns. 'device': that of its accelerator, where it is also stepped;
     copies on other ranks stay in host memory. 'host': host memory, which leaves the device's to the model. 'auto':
@@ -295,6 +305,8 @@ class ElasticConfig:
             yield "--elastic-scatter-width must be 1 or more"
         if self.block_bytes < 1024 or self.block_bytes % 64:
             yield "--elastic-block-bytes must be a multiple of 64 and at least 1024"
+        if self.bucket_elements < 1:
+            yield "--elastic-bucket-elements (--ddp-bucket-size) must be 1 or more"
         if self.spares < 0:
             yield "--elastic-spares must be 0 or more"
         if self.quarantine_after < 0:

@@ -129,6 +129,11 @@ class CutModel(UnitChain):
         tensor = len(self._launched.ranks)
         return tuple(sorted({overlap.shard for name in CUT_DIM for overlap in overlaps(name, position, tensor)}))
 
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
+        """See :class:`ModelInterface`."""
+        tensor = len(self._launched.ranks)
+        return None if place.position.count == tensor else overlaps(spec.name, place.position, tensor)
+
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
         return -(-HIDDEN // count) * 1_000_000 // HIDDEN
@@ -139,13 +144,12 @@ class CutModel(UnitChain):
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
         """See :class:`ModelInterface`."""
-        position, tensor = self._place.position, len(self._launched.ranks)
-        regular = position.count == tensor
+        tensor = len(self._launched.ranks)
         items = []
         for name, parameter in self._parameters[unit].items():
             shape = shape_at_launch(name, tensor)
             spec = ParamSpec(name, torch.Size(shape).numel(), shape, sharded=name in CUT_DIM)
-            items.append(UnitParameter(spec, parameter, None if regular else overlaps(name, position, tensor)))
+            items.append(UnitParameter(spec, parameter, self.overlaps(spec, self._place)))
         return items
 
     # -- positions of the sequence -------------------------------------------------

@@ -199,6 +199,14 @@ class ClusterFabric(Fabric):
     # -- blocks -------------------------------------------------------------
 
     def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        self.begin_reduce_scatter_blocks(group, flat, blocks).wait()
+
+    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        self.begin_all_gather_blocks(group, flat, blocks).wait()
+
+    def begin_reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
         ours = _ours(group)
         parts = {
             rank: torch.cat([flat[b.start : b.stop] for b in blocks if b.owner == rank])
@@ -206,23 +214,32 @@ class ClusterFabric(Fabric):
             if any(b.owner == rank for b in blocks)
         }
         mine = [block for block in blocks if block.owner == self.rank]
-        found = ours.exchange("reduce_scatter_blocks", parts, ours.seating.living if mine else ())
-        if mine:
-            total = _summed([found[rank] for rank in ours.seating.living])
-            for block, part in zip(mine, total.split([b.stop - b.start for b in mine]), strict=True):
-                flat[block.start : block.stop] = part
+        living = ours.seating.living
 
-    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        def finish(found: dict[int, Any]) -> None:
+            if mine:
+                total = _summed([found[rank] for rank in living])
+                for block, part in zip(mine, total.split([b.stop - b.start for b in mine]), strict=True):
+                    flat[block.start : block.stop] = part
+
+        return ours.begin_exchange("reduce_scatter_blocks", parts, living if mine else (), finish)
+
+    def begin_all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
         ours = _ours(group)
         mine = [block for block in blocks if block.owner == self.rank]
         part = torch.cat([flat[b.start : b.stop] for b in mine]) if mine else None
         owners = tuple(dict.fromkeys(block.owner for block in blocks))
         parts = {} if part is None else dict.fromkeys(ours.seating.living, part)
-        found = ours.exchange("all_gather_blocks", parts, owners)
-        for owner in owners:
-            theirs = [block for block in blocks if block.owner == owner]
-            for block, values in zip(theirs, found[owner].split([b.stop - b.start for b in theirs]), strict=True):
-                flat[block.start : block.stop] = values
+
+        def finish(found: dict[int, Any]) -> None:
+            for owner in owners:
+                theirs = [block for block in blocks if block.owner == owner]
+                for block, values in zip(theirs, found[owner].split([b.stop - b.start for b in theirs]), strict=True):
+                    flat[block.start : block.stop] = values
+
+        return ours.begin_exchange("all_gather_blocks", parts, owners, finish)
 
     # -- messages -----------------------------------------------------------
 
@@ -330,6 +347,18 @@ class ClusterGroup(Seated, dist.ProcessGroup):
 
     def exchange(self, kind: str, parts: Mapping[int, torch.Tensor | None], needed: Iterable[int]) -> dict[int, Any]:
         """Send ``parts`` (rank → value), wait for those of the ranks ``needed``. One call of a collective."""
+        found: dict[int, Any] = {}
+        self.begin_exchange(kind, parts, needed, found.update).wait()
+        return found
+
+    def begin_exchange(
+        self,
+        kind: str,
+        parts: Mapping[int, torch.Tensor | None],
+        needed: Iterable[int],
+        finish: Callable[[dict[int, Any]], None],
+    ) -> dist.Work:
+        """Send ``parts`` and return; the work's wait takes in those of ``needed`` and hands them to ``finish``."""
         fabric, seating = self._fabric, self.seating
         fabric.begin(seating.generation)
         generation, count = self._calls
@@ -340,13 +369,22 @@ class ClusterGroup(Seated, dist.ProcessGroup):
         for rank, part in parts.items():
             fabric.put(rank, key, (kind, sent.get(id(part))))
         places = {rank: fabric.ask(rank, key) for rank in needed}
-        missing = [rank for rank, place in places.items() if not fabric.has(place)]
-        fabric.settle(seating.generation, missing, lambda: all(map(fabric.has, places.values())))
-        found = {rank: fabric.take(place) for rank, place in places.items()}
-        others = {rank: of for rank, (of, _) in found.items() if of != kind}
-        if others:
-            raise AssertionError(f"rank {fabric.rank} is in {kind} of {self.getGroupName()}, others are in {others}")
-        return {rank: part for rank, (_, part) in found.items()}
+
+        def is_done() -> bool:
+            return all(map(fabric.has, places.values()))
+
+        def take() -> None:
+            missing = [rank for rank, place in places.items() if not fabric.has(place)]
+            fabric.settle(seating.generation, missing, is_done)
+            found = {rank: fabric.take(place) for rank, place in places.items()}
+            others = {rank: of for rank, (of, _) in found.items() if of != kind}
+            if others:
+                raise AssertionError(
+                    f"rank {fabric.rank} is in {kind} of {self.getGroupName()}, others are in {others}"
+                )
+            finish({rank: part for rank, (_, part) in found.items()})
+
+        return _Work(take, is_done)
 
     def _from_all(self, kind: str, value: Any) -> list[Any]:
         living = self.seating.living

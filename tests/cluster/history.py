@@ -18,7 +18,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-from megatron.elastic.engine.inject import KILL_POINTS
+from megatron.elastic.engine.inject import KILL_POINTS, RELAY_POINTS
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Program, config_of, named, run
 from tests.scenario.scenario import Scenario, parse
@@ -28,8 +28,12 @@ from tools.history.lines import read
 
 __all__ = ["ELSEWHERE", "drawn", "findings", "judged", "rules_of", "run_and_judge", "shrunk"]
 
-ELSEWHERE = ("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked")
-"""Points outside of what a cluster of one process runs: the host's set-up, checkpoints."""
+ELSEWHERE = (
+    *("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked"),
+    *RELAY_POINTS,
+)
+"""Points outside of what a cluster of one process runs, the host's set-up and checkpoints, and those of owners that do
+not compute their units: few scripts come to them (``test_recovery.py`` does)."""
 SEEDS = range(3)
 """Orders of events in which a shrunk script is tried."""
 

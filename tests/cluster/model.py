@@ -7,7 +7,7 @@ Samples and initial weights are functions of their numbers, so that every proces
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.elastic.engine.compute.model_interface import (
     UnitParameter,
     only_at_launch,
 )
+from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
@@ -55,6 +56,16 @@ class UnitChain:
     """The part of :class:`ModelInterface` that models of the tests share: units that each map ``[s, rows, h]``."""
 
     compute_units: int
+    _told: Callable[[int], None] = staticmethod(lambda unit: None)
+
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """See :class:`ModelInterface`."""
+        self._told = told
+        try:
+            yield
+        finally:
+            del self._told
 
     def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of a held unit."""
@@ -80,6 +91,10 @@ class UnitChain:
         """See :class:`ModelInterface`."""
         return 8 * LENGTH * WIDTH
 
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: every position multiplies every matrix."""
+        return PPM
+
     def forward(
         self,
         step: ForwardStep,
@@ -93,6 +108,7 @@ class UnitChain:
         batch = next(batches) if first or last else {}
         x = self._slice(batch["input"].transpose(0, ROW_DIM)) if source is None else source
         for unit in range(piece.first, piece.end):
+            self._told(unit)
             x = self._run(unit, x)
         if not last:
             return x
@@ -124,6 +140,13 @@ class UnitChain:
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
         """No weight is shared."""
 
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: there are no routers."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """See :class:`ModelInterface`: there are no experts."""
+        return {}
+
     def train(self, mode: bool) -> None:
         """Nothing is random."""
 
@@ -141,6 +164,9 @@ class TinyModel(UnitChain):
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
         return only_at_launch(unit, position)
+
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> None:
+        """See :class:`ModelInterface`: every parameter is one shard's."""
 
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""

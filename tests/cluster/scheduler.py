@@ -79,6 +79,7 @@ class Scheduler:
         self.over: Callable[[], bool] = lambda: False
         self._limit = turns
         self._tasks: list[Task] = []
+        self._threads: list[threading.Thread] = []
         self._current: Task | None = None
         self._stopped = False
         self._finished = threading.Event()
@@ -90,6 +91,8 @@ class Scheduler:
         if self._tasks:
             self._hand_over(self._chosen())
             self._finished.wait()
+            for thread in self._threads:
+                thread.join()  # a thread that ends while the interpreter does may abort it
         if self.error is not None:
             raise self.error
 
@@ -107,6 +110,7 @@ class Scheduler:
         task.thread = threading.Thread(target=self._life, args=(task, body), name=task.name, daemon=True)
         task.turn.acquire()
         self._tasks.append(task)
+        self._threads.append(task.thread)
         task.thread.start()
         return task
 

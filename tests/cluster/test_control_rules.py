@@ -1,12 +1,13 @@
 """Rules of docs/design.md §4.6 that hold in the control plane alone: without each, some order of events breaks a claim.
 
 Agents and workers are processes of the cluster's scheduler and live in its time. The code that a rule is about is the
-product's: restarts (:class:`Respawn`) and leases (:class:`NodeLeases`, :class:`Slot`). Only what starts, stops and ends
-processes is made here.
+product's: restarts (:class:`Respawn`), leases (:class:`NodeLeases`, :class:`Slot`) and the journal. Only starts, stops
+and ends of processes are made here.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import os
@@ -16,13 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.events import Decided, Entry, Lost, Waiting
+from megatron.elastic.control.events import Condemned, Decided, Entry, Event, Lost, NodeLost, Waiting
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.journal import Journal, JournalForged, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Loss
 from megatron.elastic.control.signer import Signer
@@ -150,6 +153,114 @@ def a_rank_is_killed_and_returns(scheduler: Scheduler) -> None:
 def successors_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     """Rule 13 off: a successor starts as soon as the end of its rank is known."""
     patch.setattr(Respawn, "_may_start", lambda respawn, rank: True)
+
+
+class SuspectedRank(OneNode):
+    """Rank 0 stops, is suspected and condemned, and continues before its agent has come to kill it."""
+
+    def go(self) -> None:
+        """Run until rank 0 was started again."""
+        self.scheduler.spawn(self.agent.process, "serves", self.loop.run)
+        self.start(0, 0, False)
+        self.scheduler.spawn(Process("outside"), "suspects", self._suspect)
+        self.scheduler.over = lambda: self.incarnation == 1
+        self.scheduler.run()
+
+    def _suspect(self) -> None:
+        draw = self.scheduler.random.random
+        self.agent.sleep(draw())
+        self.newest.stopped = True
+        self.agent.sleep(draw())
+        self.state.apply(Condemned(0, 0, "stopped"))
+        self.newest.stopped = draw() < 0.5
+        self.agent.sleep(draw())
+        self.scheduler.end(self.newest)
+        self.loop.post(lambda: self._deliver(Lost((Loss(0, 0, "host0", "signal SIGKILL: stopped"),), (1,))))
+        self.scheduler.wait(lambda: False)
+
+    def _live(self, threads: ClusterThreads) -> None:
+        mine = self.incarnation
+        while True:
+            threads.sleep(self.scheduler.random.random() * TIMING.look)
+            rank = self.state.ranks[0]
+            assert mine or rank.standing == "member", "rank 0 acts though it counts as lost"
+
+
+def a_suspected_rank_is_replaced(scheduler: Scheduler) -> None:
+    SuspectedRank(scheduler, kills=1).go()
+
+
+def suspicion_is_enough(patch: pytest.MonkeyPatch) -> None:
+    """Rule 13 off: an incarnation counts as lost once it is condemned, not once it was killed."""
+    apply = Generations.apply
+
+    def apply_as_lost(state: Generations, event: Event) -> None:
+        if isinstance(event, Condemned):
+            event = Lost((Loss(event.rank, event.incarnation, "host0", event.why),), (1,))
+        apply(state, event)
+
+    patch.setattr(Generations, "apply", apply_as_lost)
+
+
+# -- rule 17: the journal ---------------------------------------------------------------------
+
+
+class Readers:
+    """Three agents that append to one journal and follow it. One that finds another past than its own ends."""
+
+    ENTRIES = 12
+    """The length at which no further entry is appended."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.keys = scheduler, Keys()
+        self.read: dict[int, list[Event]] = {number: [] for number in range(3)}
+        self.ended: set[int] = set()
+        for number in self.read:
+            threads = ClusterThreads(scheduler, Process(f"agent {number}"))
+            scheduler.spawn(threads.process, "reads and writes", functools.partial(self._run, threads, number))
+        scheduler.over = lambda: all(n in self.ended or len(read) >= self.ENTRIES for n, read in self.read.items())
+
+    def _run(self, threads: ClusterThreads, number: int) -> None:
+        draw, journal, read = self.scheduler.random.random, Journal(LocalStore(self.keys), SIGNER), self.read[number]
+        try:
+            while True:
+                threads.sleep(draw())
+                if draw() < 0.3 and len(read) < self.ENTRIES:
+                    read += [event for _, event in journal.append(NodeLost(number, len(read), "gone")) if event]
+                else:
+                    read += [event for _, event in journal.follow(0.0) if event]
+        except JournalForged:
+            self.ended.add(number)
+
+
+def the_store_is_put_back(scheduler: Scheduler) -> None:
+    """The store loses its newest entries, as when it is restored. Agents that go on have one past."""
+    job, lost = Readers(scheduler), 2
+
+    def put_back() -> None:
+        scheduler.wait(lambda: max(map(len, job.read.values())) >= Readers.ENTRIES // 2)
+        end = next(n for n in itertools.count() if LocalStore(job.keys).get(f"journal/{n}") is None)
+        for position in range(end - lost, end):
+            LocalStore(job.keys).delete(f"journal/{position}")
+        scheduler.wait(lambda: False)
+
+    scheduler.spawn(Process("outside"), "puts the store back", put_back)
+    scheduler.run()
+    pasts = {tuple(map(repr, read[: Readers.ENTRIES])) for number, read in job.read.items() if number not in job.ended}
+    assert len(pasts) <= 1, f"agents go on with different pasts: {pasts}"
+
+
+def any_past_is_continued(patch: pytest.MonkeyPatch) -> None:
+    """Rule 17 off: an entry is taken whatever entries came before it."""
+    advance = Journal._advance
+
+    def take(journal: Journal, value: bytes) -> tuple[int, Event | None]:
+        content = SIGNER.open(f"journal/{journal.position}", value)
+        assert content is not None
+        journal.mark = Mark(journal.position, msgspec.json.decode(content)["after"])
+        return advance(journal, value)
+
+    patch.setattr(Journal, "_advance", take)
 
 
 # -- rules 14 and 17: leases ------------------------------------------------------------------
@@ -283,13 +394,15 @@ class Rule:
     finding: str
 
     def __str__(self) -> str:
-        return f"rule {self.number}"
+        return f"rule {self.number}, {self.happens.__name__}"
 
 
 RULES = (
     Rule(13, a_rank_is_killed_and_returns, successors_do_not_wait, "is started beside its former process"),
+    Rule(13, a_suspected_rank_is_replaced, suspicion_is_enough, "acts though it counts as lost"),
     Rule(14, an_agent_is_stopped, workers_act_for_ever, "acts though its node counts as lost"),
     Rule(17, a_dead_node_has_its_leases_put_back, any_other_lease_counts, "no end after"),
+    Rule(17, the_store_is_put_back, any_past_is_continued, "go on with different pasts"),
 )
 
 

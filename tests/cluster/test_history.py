@@ -15,7 +15,7 @@ from tests.cluster import cluster
 from tests.cluster.cluster import Program
 from tests.cluster.history import drawn, judged, main, rules_of, run_and_judge, shrunk
 from tests.cluster.scheduler import Scheduler
-from tests.cluster.test_rules import RULES, SEEDS, TURNS, Rule
+from tests.cluster.test_rules import RULES, TURNS, Rule
 from tests.scenario.scenario import Scenario, parse
 
 TRACES = {11: "all ended", 12: "not undone"}
@@ -46,7 +46,7 @@ def test_a_record_that_only_a_lost_rank_knew_may_be_replaced(tmp_path: Path) -> 
 def shows(rule: Rule, folder: Path, patch: pytest.MonkeyPatch) -> bool:
     """Return True if the checker finds the trace of ``rule`` in some order of events of its scenario."""
     patch.setattr(cluster, "Scheduler", lambda seed: Scheduler(seed, TURNS))
-    for seed in SEEDS:
+    for seed in range(rule.seeds):
         here, scenario = folder / str(seed), replace(parse(rule.text), seed=seed)
         with suppress(Exception):  # what it ends with is the claim of test_rules
             cluster.run(scenario, replace(rule.program, events=here))

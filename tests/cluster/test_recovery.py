@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
+from megatron.elastic.engine.inject import RELAY_POINTS
 from megatron.elastic.engine.transaction.phases import StepBody
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, run
@@ -103,3 +104,24 @@ def test_owners_that_do_not_compute_their_units_step_them(
     steps = [step for step, blocks in relayed.items() if blocks]
     assert len(steps) > 1, "no step was committed with such owners: the case is not tried"
     assert max(steps) < 8, "owners are back with the ranks that compute their units"
+
+
+@pytest.mark.parametrize("point", RELAY_POINTS)
+@pytest.mark.parametrize(
+    ("layout", "tensor", "rank"),
+    [
+        ("tp2pp2dp1", "park", 0),
+        ("tp2pp2dp1", "park", 2),
+        ("tp2pp2dp1", "live-on", 0),
+        ("pp4dp1", "live-on", 0),
+        ("pp4dp1", "live-on", 2),
+        ("tp4pp2dp1", "live-on", 0),
+    ],
+)
+def test_a_loss_among_the_messages_of_owners_and_delegates(layout: str, tensor: str, rank: int, point: str) -> None:
+    """Rank 1 is gone and its blocks are stepped elsewhere. A rank that sends or receives them dies in the exchange."""
+    first = "kill:rank=1,step=2,point=mid_backward"
+    cluster = run(f"{layout} steps=8 mirrors=3 tensor={tensor} back=soon {first} kill:rank={rank},point={point}")
+    assert set(killed(cluster)) == {1, rank}
+    assert all(outcome.lost_steps == 0 for process in cluster.processes for outcome in process.recoveries)
+    check(cluster)

@@ -18,6 +18,7 @@ from megatron.elastic.state.layout import BlockKey, ParamSpec, UnitLayout
 from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.sender import BlockSender
 from megatron.elastic.state.transfer import commit
 from tests.cluster.cluster import on_each_rank, topology_of
 from tests.cluster.fabric import ClusterFabric
@@ -163,6 +164,38 @@ def test_streams_pause_while_a_step_needs_the_link_unless_they_are_urgent(urgent
         rank.meet()
 
     check_copies(on_ranks(body, migration(urgent)), version=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("urgent", "awaited"), [(False, False), (False, True), (True, False)])
+def test_a_ranks_streams_send_one_at_a_time_while_a_step_computes(
+    seed: int, urgent: bool, awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless their copies are urgent, or all ranks wait for them. Rank 0 sends to two peers."""
+    inside, most = 0, 0
+
+    def counted(self: BlockSender) -> bool:
+        nonlocal inside, most
+        due = self.pending > 0
+        inside += due
+        most = max(most, inside)
+        try:
+            return pump(self)
+        finally:
+            inside -= due
+
+    pump = BlockSender.pump
+    monkeypatch.setattr(BlockSender, "pump", counted)
+
+    def body(rank: Rank) -> None:
+        if not awaited:
+            rank.streams.release()
+            rank.pause()
+        rank.arrive()
+        rank.meet()
+
+    check_copies(on_ranks(body, migration(urgent), held=True, seed=seed), version=0)
+    assert most == (2 if urgent or awaited else 1)
 
 
 def test_the_loss_of_a_peer_is_raised_where_copies_are_waited_for() -> None:

@@ -68,6 +68,7 @@ MANY = 4000
 LEAVING_SECONDS = 20.0
 RATES = ("--lr", "1e-4", "--lr-decay-iters", "400", "--lr-warmup-iters", "2")
 PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
+BEHIND = ("--elastic-overlap", "both", "--elastic-bucket-elements", "1")
 TWO = ("--elastic-mirrors", "2")
 """Where two ranks are lost at once: with one mirror they may share a block (of tied embeddings even across stages)."""
 DRAINED = 3
@@ -80,6 +81,7 @@ NAMING = ("save_whole", "save_named", "save_tracked")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "recovery": tuple(point for point in KILL_POINTS if point.startswith(("in_join", "in_recovery", "in_migration"))),
     "steps": (*STEP_POINTS, "between_steps"),
+    "overlap": tuple(point for point in KILL_POINTS if point.startswith("mid_overlap")),
     "phases": tuple(point for point in KILL_POINTS if point.startswith(("in_evaluate", "in_save", "save_"))),
 }
 """Points that are walked in one job, most losses first. ``in_setup`` is before there is anything to recover."""
@@ -90,6 +92,8 @@ def flags_of(group: str, folder: Path) -> tuple[str, ...]:
     match group:
         case "recovery":
             return TWO
+        case "overlap":
+            return BEHIND
         case "phases":
             return (*PHASES, "--save", str(folder / "saved"))
         case _:
@@ -104,6 +108,10 @@ LAYOUTS = {
     "tp4pp2": Layout(4, 2, 1),
     "pp4dp2": Layout(1, 4, 2),
     "pp2dp2v2": Layout(1, 2, 2, chunks=2),
+    "ep2dp4": Layout(1, 1, 4, experts=2),
+    "ep2pp2dp2": Layout(1, 2, 2, experts=2),
+    "ep4pp2dp4": Layout(1, 2, 4, experts=4),
+    "tp2ep2pp2dp2": Layout(2, 2, 2, experts=2),
 }
 
 

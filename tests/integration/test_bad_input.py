@@ -352,9 +352,9 @@ def checked(folder: Path, *flags: str, secret: str = "5e" * 16) -> subprocess.Co
 
 
 def test_elastic_check_tells_what_is_substituted_trains_nothing_and_writes_nothing(tmp_path: Path) -> None:
-    done = checked(tmp_path, "--global-batch-size", "8", "--overlap-grad-reduce", "--elastic-mirrors", "9")
+    done = checked(tmp_path, "--global-batch-size", "8", "--delay-wgrad-compute", "--elastic-mirrors", "9")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "--transformer-impl" in done.stdout and "--overlap-grad-reduce" in done.stdout
+    assert "--transformer-impl" in done.stdout and "--delay-wgrad-compute" in done.stdout
     assert "warning: --elastic-mirrors 9 asks for more copies than 8 ranks can hold" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("--elastic-check: nothing is refused")
     assert "iteration" not in done.stdout and not list(tmp_path.iterdir())

@@ -1,7 +1,8 @@
 """A tensor-parallel group goes on with fewer ranks, whatever the precision, the schedule and the model.
 
-Real jobs of two groups of two. Each group loses a rank, in a step that is run again and in one that is committed, and
-goes on as one rank. Losses are those of the undisturbed job.
+Real jobs that lose two ranks, one in a step that is run again and one in a step that is committed: each of two groups
+of two goes on as one rank, or a group of four as three ranks and as two. Three ranks share heads, query groups, MLP
+columns and vocabulary unevenly. Losses are those of the undisturbed job.
 """
 
 from __future__ import annotations
@@ -29,30 +30,44 @@ LLAMA = (
 )
 GROUPED = ("--group-query-attention", "--num-query-groups", "2", "--qk-layernorm")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-MODELS: dict[str, tuple[int, tuple[str, ...], float]] = {
-    "zero bubble, grouped queries": (2, ("--elastic-schedule", "zero-bubble", *LLAMA, *GROUPED), ROUNDING),
-    "interleaved, tied embeddings": (2, CHUNKS, ROUNDING),
-    "interleaved, cut sequence": (2, (*CHUNKS, "--sequence-parallel"), ROUNDING),
-    "full recompute, cut sequence": (2, (*RECOMPUTE, "--sequence-parallel"), ROUNDING),
-    "selective recompute": (1, ("--recompute-granularity", "selective"), ROUNDING),
-    "bf16": (2, ("--bf16",), 1e-3),
-    "fp16 with a loss scale": (1, FP16, 1e-4),
+GATED = ("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope")
+ZERO_BUBBLE = ("--elastic-schedule", "zero-bubble")
+UNEVEN = "fewer query groups than ranks, gated, tied, cut sequence, full recompute"
+MODELS: dict[str, tuple[int, int, tuple[str, ...], float]] = {
+    "zero bubble, grouped queries": (2, 2, (*ZERO_BUBBLE, *LLAMA, *GROUPED), ROUNDING),
+    "interleaved, tied embeddings": (2, 2, CHUNKS, ROUNDING),
+    "interleaved, cut sequence": (2, 2, (*CHUNKS, "--sequence-parallel"), ROUNDING),
+    "full recompute, cut sequence": (2, 2, (*RECOMPUTE, "--sequence-parallel"), ROUNDING),
+    "selective recompute": (2, 1, ("--recompute-granularity", "selective"), ROUNDING),
+    "bf16": (2, 2, ("--bf16",), 1e-3),
+    "fp16 with a loss scale": (2, 1, FP16, 1e-4),
+    UNEVEN: (4, 1, (*GATED, *GROUPED, *RECOMPUTE, "--sequence-parallel"), ROUNDING),
+    "groups of four: plain": (4, 1, (), ROUNDING),
+    "groups of four: zero bubble, gated, untied": (4, 2, (*ZERO_BUBBLE, *LLAMA), ROUNDING),
+    "groups of four: interleaved, cut sequence": (4, 2, (*CHUNKS, "--sequence-parallel"), ROUNDING),
+    "groups of four: selective recompute": (4, 1, ("--recompute-granularity", "selective"), ROUNDING),
+    "groups of four: bf16, gated": (4, 1, ("--bf16", *GATED), 1e-3),
+    "groups of four: fp16 with a loss scale": (4, 1, FP16, 1e-4),
 }
-"""Name → stages, flags, and the largest relative deviation: sums over two ranks are rounded in another order."""
+"""Name → ranks of a group, stages, flags, and the largest relative deviation: sums over fewer ranks are rounded in
+another order. Of groups of two there are two, of groups of four one a stage."""
+GOES_ON = {2: ("rank 0 goes on", "rank 3 goes on"), 4: ("ranks {0,2,3} go on", "ranks {0,3} go on")}
+DEFAULT = ("zero bubble, grouped queries", UNEVEN)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name.startswith("zero") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_losses_are_those_of_whole_groups(tmp_path: Path, name: str) -> None:
-    stages, flags, allowed = MODELS[name]
-    settings = (*DROPOUT, *flags)
+    tensor, stages, flags, allowed = MODELS[name]
+    world, settings = max(4, tensor * stages), (*DROPOUT, *flags)
     faults = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
-    whole = elastic_job(tmp_path / "whole", 4, 2, stages, STEPS, *settings)
-    killed = elastic_job(tmp_path / "killed", 4, 2, stages, STEPS, *settings, *ALONE, *faults)
+    whole = elastic_job(tmp_path / "whole", world, tensor, stages, STEPS, *settings)
+    killed = elastic_job(tmp_path / "killed", world, tensor, stages, STEPS, *settings, *ALONE, *faults)
     deviation = deviation_without_loss(whole, killed)
-    for rank in (0, 3):
-        assert f"rank {rank} goes on" in killed.output
+    assert all(line in killed.output for line in GOES_ON[tensor])
+    off = "sequence parallelism is off in tensor-parallel group {0,2,3}: 3 does not divide 32 positions"
+    assert killed.output.count(off) == (tensor == 4 and "--sequence-parallel" in flags)
     assert "parked" not in killed.output
     assert set(killed.committed) == set(range(1, STEPS + 1))
     assert scales(whole.output) == scales(killed.output)

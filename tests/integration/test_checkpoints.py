@@ -22,8 +22,13 @@ FORMATS = {
     "fp32": (),
     "bf16-distributed-optimizer": ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
     "experts": ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--sequence-parallel"),
+    "bias of experts, a dense layer first": (
+        *("--num-experts", "4", "--moe-layer-freq", "[0]+[1]*3", "--disable-bias-linear", "--sequence-parallel"),
+        *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.05"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-load-balancing-type", "none"),
+    ),
 }
-ROUNDING = {"fp32": 2e-6, "bf16-distributed-optimizer": 2e-4, "experts": 2e-6}
+ROUNDING = dict.fromkeys(FORMATS, 2e-6) | {"bf16-distributed-optimizer": 2e-4}
 
 
 def saving(folder: Path) -> tuple[str, ...]:
@@ -114,7 +119,7 @@ def rates(output: str) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "victim"), zip(FORMATS, (0, 1, 0), strict=True))
+@pytest.mark.parametrize(("kind", "victim"), zip(FORMATS, (0, 1, 0, 1), strict=True))
 def test_a_rank_that_returns_after_a_load_has_the_schedule_of_the_checkpoint(
     tmp_path: Path, kind: str, victim: int
 ) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
+from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, LAYOUTS, ROUNDING, TWO, cases_of, victim, walk
+from tests.integration.test_cpu_layouts import logs, losses
+from tests.integration.test_engine_parity import Case, run_plain
+from tests.scenario.scenario import EXPERTS
 
 STEPS = 6
-EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 FAULTS = "kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote"
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 BESIDE = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-gate")
@@ -25,6 +27,17 @@ GROUPS = ("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "
 SHARED = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
 FOUR = ("--expert-model-parallel-size", "4")
 """Three survivors compute the micro-batches of four in two turns, the second with ranks that have none."""
+SHALLOW = ("--moe-ffn-hidden-size", "32")
+DENSE_FIRST = ("--moe-layer-freq", "[0]+[1]*3")
+UNBALANCED = ("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0")
+BIAS = (
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.05"),
+    *("--moe-router-score-function", "sigmoid", *UNBALANCED),
+)
+"""A rate that changes choices within a few steps."""
+EVEN = ("--moe-token-dispatcher-type", "allgather")
+"""Plain Megatron's other dispatcher gathers unequal tensors in a tensor-parallel group, which gloo cannot."""
+WHOLE = ("--expert-tensor-parallel-size", "1")
 Z_LOSS = ("--moe-z-loss-coeff", "1e-3")
 BALANCING = r"(?<=_loss: )\S+"
 MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -62,6 +75,18 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
         (*FOUR, *BESIDE, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
     ),
     "four share, per token": (4, 1, 1, (*FOUR, *GROUPS, "--calculate-per-token-loss", "--swiglu")),
+    "two share, a dense layer first": (4, 1, 1, (*SHARED, *DENSE_FIRST)),
+    "every second layer, in two stages": (4, 1, 2, ("--moe-layer-freq", "2", *SHALLOW)),
+    "four share, a dense stage": (8, 1, 2, (*FOUR, "--moe-layer-freq", "[0]*2+[1]*2")),
+    "a bias, four share": (4, 1, 1, (*FOUR, *BIAS)),
+    "a bias, two share in two stages": (4, 1, 2, (*SHARED, *BIAS, *RECOMPUTE)),
+    "a bias, cut sequence, a dense layer first": (4, 2, 1, (*BIAS, "--sequence-parallel", *DENSE_FIRST)),
+    "two share, each cut": (4, 2, 1, (*SHARED, "--sequence-parallel", *Z_LOSS)),
+    "two share, each whole in a group": (4, 2, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
+    "four share, each whole in a group": (4, 2, 1, (*FOUR, "--sequence-parallel", *WHOLE, *BESIDE)),
+    "two share, each cut, three axes": (8, 2, 2, (*SHARED, "--sequence-parallel", *BIAS, *DENSE_FIRST)),
+    "jitter, four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE, "--moe-input-jitter-eps", "0.1")),
+    "jitter, cut sequence": (4, 2, 1, ("--sequence-parallel", "--moe-input-jitter-eps", "0.1")),
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
@@ -89,9 +114,29 @@ def test_losses_are_those_of_the_undisturbed_job(tmp_path: Path, name: str) -> N
     assert deviation <= (0.0 if name == "exact" else ROUNDING)
     assert len({record.fields["lost_rank"] for record in killed.of("loss")}) == 2
     values = balancing(whole)
-    assert name == "sinkhorn" or all(values[step] for step in range(3, STEPS + 1))
+    unbalanced = name == "sinkhorn" or set(UNBALANCED) <= set(flags)
+    assert unbalanced or all(values[step] for step in range(3, STEPS + 1))
     for step in range(3, STEPS + 1):  # Megatron's second line has the mean of the first two steps
         assert balancing(killed)[step] == pytest.approx(values[step], rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_losses_are_megatrons(tmp_path: Path) -> None:
+    """With a bias that follows the load, layers with and without experts, and experts of tensor-parallel groups."""
+    flags = (*EXPERTS, *BIAS, *DENSE_FIRST)
+    cases = (
+        Case("pp2dp2", (1, 2, 2), flags),
+        Case("ep2dp2", (1, 1, 2), (*flags, *SHARED)),
+        Case("tp2dp2", (2, 1, 2), (*flags, "--sequence-parallel")),
+        Case("tp2ep2", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *EVEN)),
+        Case("tp2ep2-whole", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *WHOLE)),
+        Case("tp2ep4-whole", (2, 1, 2), (*EXPERTS, *FOUR, "--sequence-parallel", *WHOLE)),
+        Case("every second", (1, 2, 1), (*EXPERTS, *SHALLOW, "--moe-layer-freq", "2")),
+    )
+    run_plain(tmp_path, cases)
+    for case in cases:
+        reference = losses(logs(tmp_path, case.name))
+        assert largest_deviation(reference, case.elastic(tmp_path / case.name).losses) < 2e-6, case.name
 
 
 @pytest.mark.slow

@@ -14,6 +14,11 @@ from tests.integration.elastic_job import JobResult, elastic_job, largest_deviat
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 STEPS = 8
+DENSE_STAGE = (
+    *("--num-experts", "4", "--moe-layer-freq", "[0]*2+[1]*2", "--moe-aux-loss-coeff", "0.01"),
+    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid", "--disable-bias-linear"),
+)
+"""Of two stages one has no experts."""
 
 
 def job(folder: Path, world: int, tensor: int, pipeline: int, *flags: str, steps: int = STEPS) -> JobResult:
@@ -105,17 +110,20 @@ def test_the_launchs_pipelines_return_with_the_lost_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_lost_stage_is_taken_over_from_mirrors_and_checkpoints_stay_the_launchs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [(), DENSE_STAGE], ids=["alike", "experts in the lost stage alone"])
+def test_a_lost_stage_is_taken_over_from_mirrors_and_checkpoints_stay_the_launchs(
+    tmp_path: Path, model: tuple[str, ...]
+) -> None:
     """Nobody else held its layers, and nobody is started again; what is saved then has both stages."""
-    reference = job(tmp_path / "whole", 2, 1, 2)
+    reference = job(tmp_path / "whole", 2, 1, 2, *model)
     saved = str(tmp_path / "saved")
     flags = ("--no-elastic-respawn", "--save", saved, "--save-interval", "6", "--exit-interval", "6")
     script = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,step=4,point=mid_forward")
-    alone = job(tmp_path / "killed", 2, 1, 2, *script, *flags)
+    alone = job(tmp_path / "killed", 2, 1, 2, *script, *flags, *model)
     assert cuts(alone)[-1] == (((0, 0, 6),),), "one worker computes the whole model"
     first = {step: loss for step, loss in reference.committed.items() if step <= 6}
     assert largest_deviation(first, alone.committed) < 1e-5
-    resumed = job(tmp_path / "resumed", 2, 1, 2, "--load", saved, "--override-opt-param-scheduler")
+    resumed = job(tmp_path / "resumed", 2, 1, 2, "--load", saved, "--override-opt-param-scheduler", *model)
     later = {step: loss for step, loss in reference.committed.items() if step > 6}
     assert set(resumed.committed) == set(later)
     assert largest_deviation(later, resumed.committed) < 1e-5

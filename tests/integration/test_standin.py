@@ -163,3 +163,15 @@ def test_state_mode_steps_on_the_device_and_survives_a_loss(tmp_path: Path) -> N
     quiet = elastic_job(tmp_path / "quiet", 4, 1, 2, 8, *on_device(), environment=on_standin())
     result = elastic_job(tmp_path / "events", 4, 1, 2, 8, *flags, *kill, environment=on_standin())
     assert largest_deviation(finished(quiet), finished(result)) <= ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 1])
+def test_on_devices_communication_behind_computation_changes_no_bit(tmp_path: Path, devices: int) -> None:
+    """Each rank with a device of its own, and all on one, where what moves is staged through host memory."""
+    environment = on_standin(STANDIN_DEVICES=str(devices))
+    plain, behind = (
+        elastic_job(tmp_path / how, 4, 1, 2, 3, *DROPOUT, "--elastic-overlap", how, *buckets, environment=environment)
+        for how, buckets in (("none", ()), ("both", ("--elastic-bucket-elements", "1")))
+    )
+    assert finished(plain) == finished(behind) and plain.norms == behind.norms

@@ -19,7 +19,18 @@ __all__ = ["STATES", "Stand", "at", "finds", "scenario_of", "stand_of"]
 HELD_SECONDS = 1.0
 """Seconds for which a rank waits at the point where a loss is to find it: dozens of steps of a cluster."""
 
-MANIFOLD = frozenset({"in_setup", "mid_forward", "mid_backward", "mid_reduce", "mid_gather", "in_evaluate"})
+MANIFOLD = frozenset(
+    {
+        "in_setup",
+        "mid_forward",
+        "mid_backward",
+        "mid_reduce",
+        "mid_gather",
+        "mid_overlap_reduce",
+        "mid_overlap_gather",
+        "in_evaluate",
+    }
+)
 """Points that one computation of a step may pass several times."""
 
 
@@ -92,8 +103,11 @@ STATES: tuple[Stand, ...] = (
             "after_prepare",
             "mid_forward",
             "mid_backward",
+            "mid_overlap_reduce",
+            "mid_overlap_gather",
             "before_reduce",
             "mid_reduce",
+            "in_relay_to_owner",
             "in_recovery_resume",
             "in_migration_begin",
             "in_join",
@@ -128,7 +142,7 @@ STATES: tuple[Stand, ...] = (
     Stand(
         "has updated all copies",
         _in_step("U", lambda rank, r: _updated(rank) == len(rank.copies)),
-        ("after_update", "mid_gather"),
+        ("after_update", "in_relay_to_delegate", "mid_gather"),
         "after_update",
     ),
     Stand(

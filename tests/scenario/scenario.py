@@ -5,6 +5,7 @@ The text form is one line of words, which can be pasted into a test or a command
     pp2dp2 steps=4 seed=3 back=never mirrors=2 kill:rank=0,step=2,point=after_ship drain:rank=3,step=1
 
     pp2dp2, tp2dp2, dp3v2       tensor, pipeline and data-parallel size, model chunks a stage
+    ep2dp4, ep4pp2dp4           the expert-parallel size of a model with experts (in a job)
     steps=4                     steps of the job
     seed=3                      order of events in a cluster; which interleavings of a large model are tried
     back=never                  when lost ranks return (:data:`RETURNS`), or after how many seconds of a cluster
@@ -35,7 +36,7 @@ from megatron.elastic.engine.inject import Fault
 from megatron.elastic.engine.inject import default as default_fault
 from megatron.elastic.engine.inject import parse as parse_faults
 
-__all__ = ["RETURNS", "SETTINGS", "Layout", "Scenario", "Wish", "parse"]
+__all__ = ["EXPERTS", "RETURNS", "SETTINGS", "Layout", "Scenario", "Wish", "parse"]
 
 RETURNS: Mapping[str, str] = {
     "soon": "point=before_step,seconds=0.1",
@@ -57,27 +58,39 @@ SETTINGS: Mapping[str, type] = {
     if name not in ("respawn", "inject", "allow_inject", "print_patches", "check")
 }
 """Fields of ``ElasticConfig`` that a scenario may set, with their types."""
-LAYOUT = re.compile(r"(?:tp(\d+))?(?:pp(\d+))?dp(\d+)(?:v(\d+))?")
+LAYOUT = re.compile(r"(?:tp(\d+))?(?:ep(\d+))?(?:pp(\d+))?dp(\d+)(?:v(\d+))?")
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
+"""Flags of a model with experts."""
+EVERY = ("--moe-router-topk", "4")
+"""Each token goes to every expert. With fewer, rounding decides between two experts once in some 100,000 choices, and a
+long job with losses then differs from an undisturbed one by more than rounding (docs/log.md)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a job. Ranks are numbered tensor, data, pipeline; ``chunks``: model chunks a stage."""
+    """Sizes of a job. Ranks are numbered tensor, data, pipeline; ``chunks``: model chunks a stage.
+
+    ``experts``: adjacent replicas that share experts; above 1 the model has experts.
+    """
 
     tensor: int
     pipeline: int
     data: int
     chunks: int = 1
+    experts: int = 1
 
     def __str__(self) -> str:
-        sizes = (("tp", self.tensor), ("pp", self.pipeline), ("v", self.chunks))
-        tensor, pipeline, chunks = (f"{name}{size}" if size > 1 else "" for name, size in sizes)
-        return f"{tensor}{pipeline}dp{self.data}{chunks}"
+        sizes = (("tp", self.tensor), ("ep", self.experts), ("pp", self.pipeline), ("v", self.chunks))
+        tensor, experts, pipeline, chunks = (f"{name}{size}" if size > 1 else "" for name, size in sizes)
+        return f"{tensor}{experts}{pipeline}dp{self.data}{chunks}"
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags that ask for it, beside those of the sizes."""
-        return () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
+        chunks = () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
+        shared = ("--expert-model-parallel-size", str(self.experts))
+        cut = ("--sequence-parallel",) if self.tensor > 1 else ()
+        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *EVERY, *shared, *cut)
 
     @property
     def ranks(self) -> int:
@@ -87,6 +100,10 @@ class Layout:
         """A rank that may be lost beside ``rank``: with two mirrors no stage and no block is without a rank."""
         if self.tensor > 1:
             return rank ^ 1  # its partner in the tensor-parallel group
+        if self.experts > 2:
+            return rank ^ 1  # of the same crew, whose experts then have two homes fewer
+        if 1 < self.experts < self.data:
+            return rank ^ self.experts  # the same experts in another crew
         return (rank + self.data) % self.ranks  # the same replica, the next stage
 
     @property
@@ -101,8 +118,9 @@ class Layout:
 
     @property
     def plain(self) -> Layout:
-        """Of its undisturbed run: one replica. Tensor-parallel size, stages and chunks decide the initial weights."""
-        return Layout(self.tensor, self.pipeline, 2 if self.tensor == self.pipeline == 1 else 1, self.chunks)
+        """Of its undisturbed run: one replica, or one crew. The other sizes decide the initial weights."""
+        data = 2 if self.tensor == self.pipeline == self.experts == 1 else self.experts
+        return replace(self, data=data)
 
 
 @dataclass(frozen=True)
@@ -218,8 +236,8 @@ def parse(text: str) -> Scenario:
         elif equals and name in SETTINGS:
             found["settings"][name] = _value(word, SETTINGS[name], value)
         elif (sizes := LAYOUT.fullmatch(word)) is not None:
-            tensor, pipeline, data, chunks = (int(size or 1) for size in sizes.groups())
-            found["layout"] = Layout(tensor, pipeline, data, chunks)
+            tensor, experts, pipeline, data, chunks = (int(size or 1) for size in sizes.groups())
+            found["layout"] = Layout(tensor, pipeline, data, chunks, experts)
         else:
             raise ValueError(f"{word!r} is no layout, setting or fault")
     settings, faults, wishes = (found.pop(name) for name in ("settings", "faults", "wishes"))

@@ -74,6 +74,10 @@ def _input(unit: UnitCost) -> int:
     return unit.backward_ns - unit.weight_grad_ns
 
 
+def _tell_nobody(unit: int) -> None:
+    return None
+
+
 @dataclass
 class Waits:
     """Seconds asked for and seconds spent, over all waits of a process."""
@@ -140,6 +144,7 @@ class EmulatedModel:
     """Where weight gradients go while a backward is split."""
 
     def __post_init__(self) -> None:
+        self.told: Callable[[int], None] = _tell_nobody
         self.compute_units = len(self.profile.units)
         self.parameters = [torch.nn.Parameter(torch.zeros(WIDTH)) for _ in self.profile.units]
         self.ranks = self.tensor
@@ -173,6 +178,9 @@ class EmulatedModel:
         """See :class:`ModelInterface`: ranks share a layer evenly, in any number."""
         return None if self.tensor == 1 else PPM // count
 
+    def overlaps(self, spec: ParamSpec, place: Any) -> None:
+        """See ``ModelInterface``: every parameter is one shard's."""
+
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See ``ModelInterface``: a cell is one rank, or all its ranks hold the whole (tiny) unit."""
         return only_at_launch(unit, position) if self.tensor == 1 else ()
@@ -197,10 +205,16 @@ class EmulatedModel:
         """Duration of a row at the boundary."""
         return 4 * WIDTH
 
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: every position multiplies every matrix."""
+        return PPM
+
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
     ) -> torch.Tensor | LossOutput:
         """Wait; the last segment's loss is the mean of its input."""
+        for unit in range(piece.first, piece.end):
+            self.told(unit)
         rows = torch.zeros(self.boundary(len(piece.rows))[0]) if source is None else source
         parameters = self.parameters[piece.first : piece.end]
         output: torch.Tensor = _Timed.apply(rows, self, piece, *parameters)  # type: ignore[no-untyped-call]
@@ -219,12 +233,28 @@ class EmulatedModel:
         """No layer has a loss of its own."""
         return {}
 
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """See ``ModelInterface``."""
+        self.told = told
+        try:
+            yield
+        finally:
+            self.told = _tell_nobody
+
     def reads_data(self) -> bool:
         """Nothing is read."""
         return False
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Cells are single ranks: nothing to complete."""
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: there are no routers."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """See :class:`ModelInterface`: there are no experts."""
+        return {}
 
     def train(self, mode: bool) -> None:
         """Nothing to switch."""

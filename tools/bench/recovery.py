@@ -65,15 +65,22 @@ class Loss:
 
 def run_job(comm: str, ranks: int, point: str, kind: str, victims: Sequence[int]) -> list[Loss]:
     """One job that loses ``victims`` in turn. Raises ``RuntimeError`` with its output when it does not get there."""
+    return read_losses(*job_of_losses(comm, ranks, point, kind, victims, MODEL), ranks)
+
+
+def job_of_losses(
+    comm: str, ranks: int, point: str, kind: str, victims: Sequence[int], model: Sequence[str]
+) -> tuple[list[EventRecord], str]:
+    """Events and output of such a job. Raises ``RuntimeError`` with its output when it does not get there."""
     script = [
         f"{kind}:rank={rank},losses={number},wait={WHOLE_STEPS},point={point}" for number, rank in enumerate(victims)
     ]
     with tempfile.TemporaryDirectory() as folder:
         shape = ("--pipeline-model-parallel-size", "2", "--train-iters", str(MANY_STEPS))
         elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
-        job = command(ranks, *MODEL, *shape, *elastic, *faults(";".join(script)))
+        job = command(ranks, *model, *shape, *elastic, *faults(";".join(script)))
         output = _run_until_whole(job, len(victims), Path(folder) / "output.txt")
-        return read_losses(read_events(folder), output, ranks)
+        return read_events(folder), output
 
 
 def _run_until_whole(line: list[str], losses: int, said: Path) -> str:

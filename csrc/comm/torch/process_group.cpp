@@ -143,7 +143,8 @@ Call ElasticProcessGroup::call(const View& v, std::chrono::milliseconds timeout)
   return Call{*hub_, *group_, v.generation, seconds(timeout)};
 }
 
-WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body) {
+WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body,
+                                    std::shared_ptr<std::atomic<bool>> awaited) {
   if (!async && !coalescing_) {
     auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs));
     at::NoGradGuard no_grad;
@@ -151,10 +152,12 @@ WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs
     work->end(nullptr);
     return work;
   }
-  auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs),
-                                               [hub = hub_, group = group_](const auto& done, auto deadline) {
-                                                 return group->help(hub->workers(), done, deadline);
-                                               });
+  auto work = c10::make_intrusive<ElasticWork>(
+      op, std::move(outputs),
+      [hub = hub_, group = group_](const auto& done, auto deadline) {
+        return group->help(hub->workers(), done, deadline);
+      },
+      std::move(awaited));
   // The hub outlives the queue: it is kept by the task.
   group_->enqueue(hub_->workers(), [work, body = std::move(body), hub = hub_] {
     std::exception_ptr error;
@@ -334,6 +337,26 @@ void ElasticProcessGroup::all_gather_blocks(const at::Tensor& flat, const Blocks
   const auto parts = parts_of_blocks(v, flat, blocks);
   const Call c = call(v, c10d::kUnsetTimeout);
   group_->run(hub_->workers(), [&] { all_gather(c, parts); });
+}
+
+WorkPtr ElasticProcessGroup::begin_reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks) {
+  const View v = view();
+  auto awaited = std::make_shared<std::atomic<bool>>(false);
+  Call c = call(v, c10d::kUnsetTimeout);
+  c.awaited = awaited.get();
+  const auto body = [c, flat, parts = parts_of_blocks(v, flat, blocks), me = size_t(v.me), awaited] {
+    elastic::comm::reduce_scatter(c, parts, parts.at(me), dtype_of(flat), ReduceOp::Sum);
+  };
+  return launch(c10d::OpType::REDUCE_SCATTER, true, {flat}, body, awaited);
+}
+
+WorkPtr ElasticProcessGroup::begin_all_gather_blocks(const at::Tensor& flat, const Blocks& blocks) {
+  const View v = view();
+  auto awaited = std::make_shared<std::atomic<bool>>(false);
+  Call c = call(v, c10d::kUnsetTimeout);
+  c.awaited = awaited.get();
+  const auto body = [c, flat, parts = parts_of_blocks(v, flat, blocks), awaited] { all_gather(c, parts); };
+  return launch(c10d::OpType::ALLGATHER, true, {flat}, body, awaited);
 }
 
 // ---------------------------------------------------------------- barriers

@@ -86,6 +86,10 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   using Blocks = std::vector<std::tuple<int64_t, int64_t, int>>;
   void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
+  // The same in a worker, while the caller computes; `flat` is neither read nor written by others until the work has
+  // ended. An interruption ends it; after the edit that follows it touches `flat` no more.
+  WorkPtr begin_reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
+  WorkPtr begin_all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
 
   // The requests of torch's reconfiguration protocol to the fabric this group belongs to (torch 2.14 and later call it
   // through the virtual functions below; Python has the same methods in every version).
@@ -131,7 +135,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   double seconds(std::chrono::milliseconds timeout) const;
   Call call(const View& view, std::chrono::milliseconds timeout);
   // Runs `body` now or queues it, by `async` and coalescing.
-  WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body);
+  WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body,
+                 std::shared_ptr<std::atomic<bool>> awaited = nullptr);
   WorkPtr message(WorkPtr work);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   std::vector<Part> parts_of_blocks(const View& view, const at::Tensor& flat, const Blocks& blocks) const;

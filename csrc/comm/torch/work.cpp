@@ -6,10 +6,12 @@ c10::intrusive_ptr<c10::ivalue::Future> make_tensors_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
-ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help)
-    : Work(-1, op), outputs_(std::move(outputs)), help_(std::move(help)) {}
+ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help,
+                         std::shared_ptr<std::atomic<bool>> awaited)
+    : Work(-1, op), outputs_(std::move(outputs)), help_(std::move(help)), awaited_(std::move(awaited)) {}
 
 bool ElasticWork::wait(std::chrono::milliseconds timeout) {
+  if (awaited_) awaited_->store(true);
   if (help_ && !isCompleted()) {
     const auto deadline = timeout == kNoTimeout ? std::chrono::steady_clock::time_point::max()
                                                 : std::chrono::steady_clock::now() + timeout;

@@ -2,8 +2,10 @@
 // caller's thread ran it), a worker ends it, or a point-to-point request does.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -15,7 +17,9 @@ class ElasticWork : public c10d::Work {
  public:
   // `help` runs queued work of the group, or waits, until the condition holds or the time has passed.
   using Help = std::function<bool(const std::function<bool()>&, std::chrono::steady_clock::time_point)>;
-  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help = nullptr);
+  // `awaited` is set when a thread waits (Call::awaited).
+  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help = nullptr,
+              std::shared_ptr<std::atomic<bool>> awaited = nullptr);
 
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
@@ -29,6 +33,7 @@ class ElasticWork : public c10d::Work {
   void mark(c10::ivalue::Future& future, const std::exception_ptr& error);
   std::vector<at::Tensor> outputs_;
   Help help_;
+  std::shared_ptr<std::atomic<bool>> awaited_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

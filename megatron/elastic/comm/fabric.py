@@ -129,6 +129,27 @@ class Fabric(ABC):
         """Fill every range of ``flat`` (1-D) from its owner, in place."""
 
     @abstractmethod
+    def begin_reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        """Begin :meth:`reduce_scatter_blocks` and return at once: it goes on while this process computes.
+
+        Only the work that is returned reads and writes ``flat`` until its ``wait``, which raises the errors. What is
+        begun on a group runs in that order; all members begin it alike. An interruption ends it, and after the edit
+        that follows it touches ``flat`` no more. Until a thread waits for it, it is no wait of this process.
+        """
+
+    @abstractmethod
+    def begin_all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        """Begin :meth:`all_gather_blocks`, like :meth:`begin_reduce_scatter_blocks`."""
+
+    def begins_at_once(self, group: dist.ProcessGroup) -> bool:
+        """Return whether nothing that ``group`` begins now would first wait for its members; equal on all of them."""
+        return True
+
+    @abstractmethod
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose message this process is blocked on now (for hang detection)."""
 

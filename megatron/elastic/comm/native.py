@@ -235,10 +235,22 @@ class NativeFabric(Fabric):
     # -- blocks -------------------------------------------------------------
 
     def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
-        _ours(group).reduce_scatter_blocks(flat, [(block.start, block.stop, block.owner) for block in blocks])
+        _ours(group).reduce_scatter_blocks(flat, _triples(blocks))
 
     def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
-        _ours(group).all_gather_blocks(flat, [(block.start, block.stop, block.owner) for block in blocks])
+        _ours(group).all_gather_blocks(flat, _triples(blocks))
+
+    def begin_reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        return _ours(group).begin_reduce_scatter_blocks(
+            flat, [(block.start, block.stop, block.owner) for block in blocks]
+        )
+
+    def begin_all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        return _ours(group).begin_all_gather_blocks(flat, _triples(blocks))
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -256,6 +268,10 @@ def _numeric(host: str) -> str:
     except OSError as error:
         raise CommError(f"host name {host} cannot be resolved: {error}") from error
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+
+
+def _triples(blocks: Sequence[BlockRange]) -> list[tuple[int, int, int]]:
+    return [(block.start, block.stop, block.owner) for block in blocks]
 
 
 def _ours(group: dist.ProcessGroup) -> _comm.ElasticProcessGroup:

@@ -77,8 +77,8 @@ class WorkerProtocol(ABC):
         self._overlooked: tuple[Loss, ...] = ()
         self._pending = Pending()
         self._released = False
-        self._begun = newcomer
-        """The agents know that every member has begun; of a job that ran already they do."""
+        self._begun = False
+        """The agents know that every member has begun."""
         self._on_freeze: Callable[[int], None] | None = None
         self._on_members: Callable[[Mapping[int, Address]], None] | None = None
 

@@ -214,7 +214,12 @@ class Engine:
 
     def fenced(self, body: Callable[[], T], together: bool = False) -> T:
         """Run a collective action, repeated in the next generation if one begins (:meth:`Fence.run`)."""
-        return self._fence.run(body, together)
+
+        def settled() -> T:
+            self.context.settle_parameters()
+            return body()
+
+        return self._fence.run(settled, together)
 
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
@@ -241,7 +246,7 @@ class Engine:
         at, tally = self.context, Tally()
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
-            result = at.body.compute(batch, 1.0, training=False)
+            result = at.body.compute(batch, at.record, training=False)
             if at.view.leads:
                 tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():

@@ -59,6 +59,7 @@ __all__ = [
     "FIRST_INCARNATION",
     "GRADIENT_POINTS",
     "KILL_POINTS",
+    "RELAY_POINTS",
     "STEP_POINTS",
     "Effects",
     "Fault",
@@ -92,6 +93,8 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "after_gather": "all parameters are of the new version",
         "after_step": "the step is over, its record kept",
         "between_steps": "in the host's loop: the step before is over, the next not begun",
+        "mid_overlap_reduce": "a unit group's reduce has begun beside the backward (--overlap-grad-reduce; nth: which)",
+        "mid_overlap_gather": "the forward waits for parameters of a unit (--overlap-param-gather; nth: which)",
         "in_evaluate": "inside an evaluation pass",
         "in_save": "a checkpoint is about to be planned",
         "save_writing": "in the background, about to write a file of a checkpoint",
@@ -108,9 +111,14 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_migration_finish": "in the step whose vote is to name the moved copies, about to count them",
         "in_migration_switch": "a vote has named the moved copies, none is updated, the old ones are dropped",
         "in_join": "a newcomer is receiving state",
+        "in_relay_to_owner": "messages of reduced blocks to owners that do not compute their units are under way",
+        "in_relay_to_delegate": "messages of parameters from such owners are under way",
     }
 )
 """Name of each point → the state of the rank there. The engine calls them; tests cover all of them."""
+
+RELAY_POINTS = ("in_relay_to_owner", "in_relay_to_delegate")
+"""The points that a rank passes only in a step with owners that do not compute their units, if it takes part."""
 
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[1 : list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""

@@ -5,9 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.elastic.config import ElasticConfig
 from megatron.elastic.state.record import Hyper
 
-__all__ = ["Settings", "StepResult"]
+__all__ = ["Overlap", "Settings", "StepResult"]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Communication that goes on behind computation (docs/design.md §3.8)."""
+
+    reduce: bool = False
+    """Reduce and ship gradients behind the backward."""
+    gather: bool = False
+    """Gather parameters behind the next forward."""
+    bucket: int = 1
+    """Elements that are reduced, sent or gathered together, at least where there are as many."""
+
+    @classmethod
+    def of(cls, config: ElasticConfig) -> Overlap:
+        """Return what the configuration asks for."""
+        return cls(config.overlap in ("reduce", "both"), config.overlap in ("gather", "both"), config.bucket_elements)
 
 
 @dataclass(frozen=True)

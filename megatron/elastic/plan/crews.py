@@ -2,9 +2,11 @@
 
 Idea: a crew is the living part of an expert-parallel group of the launch, at one stage. Its cells exchange tokens
 inside a layer, so they must run their pieces in lockstep: the same unit ranges, forwards and backwards in the same
-order. A step is therefore planned over crews, as if each were one cell that computes as many micro-batches at a time as
-it has cells. Then each piece of a crew becomes one piece for each of its cells: a micro-batch, or a *ghost* without
-rows, which only takes part in the exchange. A crew with fewer cells than micro-batches in a piece takes several turns.
+order. A step is therefore planned over crews, as if each were one cell, and over *batches* of as many micro-batches as
+a crew computes at a time. Then each piece of a crew becomes one piece for each of its cells: a micro-batch, or a
+*ghost* without rows, which only takes part in the exchange. A crew with fewer cells than micro-batches in a batch takes
+several turns. Where crews have lost cells, the width of a batch is one of the crews' sizes: the one with the shortest
+step.
 
 Invariant: micro-batches stay whole. The order in which the crews' tables run is an order for the cells' tables too,
 since an edge between two pieces of cells is part of an edge between their crews' pieces. So if the tables of the crews
@@ -16,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.elastic.plan.dataflow import PlanError, piece_edges
+from megatron.elastic.plan.dataflow import PlanError, microbatch_rows, microbatches, piece_edges
 from megatron.elastic.plan.model import Cell, Grid, Op, Piece, Plan, Profile, Replica, Topology
 from megatron.elastic.plan.schedule.table import Step, index_edges, tables_from_orders
+from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import living_replicas
 
 __all__ = ["condensed", "crewed", "crews_of", "expanded"]
@@ -32,7 +35,10 @@ def crewed(choose: Callable[[Topology, Profile], Plan]) -> Callable[[Topology, P
     def chosen(topology: Topology, profile: Profile) -> Plan:
         if topology.crew_size == 1:
             return choose(topology, profile)
-        return expanded(choose(condensed(topology), profile), topology)
+        widths = sorted({topology.crew_size, *map(len, filter(None, crews_of(topology).values()))}, reverse=True)
+        plans = [(choose(condensed(topology, width), profile), width) for width in widths]
+        best, width = min(plans, key=lambda found: plan_time(found[0], profile))
+        return expanded(best, topology, width)
 
     return chosen
 
@@ -53,10 +59,11 @@ def crews_of(topology: Topology) -> Mapping[int, tuple[Cell, ...]]:
     return crews
 
 
-def condensed(topology: Topology) -> Topology:
+def condensed(topology: Topology, width: int) -> Topology:
     """Return the topology of which each crew is a cell, and each group of replicas that share experts a replica.
 
-    A crew computes its cells' number of rows in the time in which its slowest cell computes one.
+    Its micro-batches are batches of ``width`` micro-batches, the last ones smaller or empty; each counts as one
+    micro-batch of rows. A crew takes as many turns for one as it has too few cells, each as long as its slowest cell.
     """
     cells = tuple(
         Cell(
@@ -64,29 +71,31 @@ def condensed(topology: Topology) -> Topology:
             tuple(rank for cell in living for rank in cell.ranks),
             living[0].node,
             min(cell.speed_ppm for cell in living),
-            sum(cell.memory_bytes for cell in living),
-            sum(cell.nominal_ppm for cell in living),
+            min(cell.memory_bytes for cell in living) // -(-width // len(living)),
+            min(cell.nominal_ppm for cell in living) // -(-width // len(living)),
         )
         for number, living in sorted(crews_of(topology).items())
         if living
     )
-    grid, size = topology.grid, topology.crew_size
+    grid, groups = topology.grid, topology.grid.data_parallel_size // topology.crew_size
+    waves = -(-microbatches(grid) // (width * groups))
     return replace(
         topology,
-        grid=Grid(grid.global_batch_size, grid.micro_batch_size * size, grid.data_parallel_size // size),
+        grid=Grid(waves * groups * grid.micro_batch_size, grid.micro_batch_size, groups),
         cells=cells,
         replicas=tuple(group[0] for group in _groups(topology)),
         crew_size=1,
     )
 
 
-def expanded(plan: Plan, topology: Topology) -> Plan:
-    """Return the plan of the cells of ``topology`` that follows from the ``plan`` of its crews."""
+def expanded(plan: Plan, topology: Topology, width: int) -> Plan:
+    """Return the plan of the cells of ``topology`` that follows from the ``plan`` of its crews for ``width``."""
     crews = crews_of(topology)
     pieces: list[Piece] = []
     own: dict[int, tuple[Piece, ...]] = {}
     for piece in plan.pieces:
-        own[piece.id] = tuple(_own_pieces(piece, crews[piece.cell], topology.grid, len(pieces)))
+        rows = _real_rows(piece, topology.grid, width)
+        own[piece.id] = tuple(_own_pieces(piece, rows, crews[piece.cell], len(pieces)))
         pieces.extend(own[piece.id])
     orders: dict[int, list[Step]] = {}
     for _, table in plan.tables:
@@ -108,12 +117,16 @@ def expanded(plan: Plan, topology: Topology) -> Plan:
     )
 
 
-def _own_pieces(piece: Piece, crew: Sequence[Cell], grid: Grid, number: int) -> Iterator[Piece]:
+def _real_rows(piece: Piece, grid: Grid, width: int) -> list[tuple[int, ...]]:
+    """Return the rows of each micro-batch in the batches of a crew's piece."""
+    batches = sorted({grid.nominal_microbatch(row) for row in piece.rows})
+    last = microbatches(grid)
+    found = [number for batch in batches for number in range(batch * width, min((batch + 1) * width, last))]
+    return [microbatch_rows(grid, number) for number in found]
+
+
+def _own_pieces(piece: Piece, rows: Sequence[tuple[int, ...]], crew: Sequence[Cell], number: int) -> Iterator[Piece]:
     """Yield the cells' pieces of a crew's piece, turn by turn, one a cell; they are numbered from ``number`` on."""
-    batches: dict[int, list[int]] = {}
-    for row in piece.rows:
-        batches.setdefault(grid.nominal_microbatch(row), []).append(row)
-    rows = [tuple(batches[batch]) for batch in sorted(batches)]
     ghosts: list[tuple[int, ...]] = [()] * (-len(rows) % len(crew))
     for at, mine in enumerate([*rows, *ghosts]):
         yield Piece(number + at, crew[at % len(crew)].id, piece.first, piece.end, mine)

@@ -281,6 +281,7 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
         arena.dtype.itemsize,
         job.interface.activation_bytes,
         state_bytes=every,
+        used_ppm=job.interface.used_ppm,
     )
     return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, resident_ppm=-(-1_000_000 * here // every))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.comm.exchange import gather_messages
@@ -22,12 +22,11 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.platform.base import Platform
 from megatron.elastic.platform.own_device import own_device
 from megatron.elastic.state.device_place import DevicePlace, Kernels, tensor_kernels
-from megatron.elastic.state.layout import UnitLayout, UnitShard
-from megatron.elastic.state.memory import Training, table
-from megatron.elastic.state.placement import Placement
+from megatron.elastic.state.layout import BlockKey, UnitLayout, UnitShard
+from megatron.elastic.state.memory import OWNER_BYTES, Training, table
 from megatron.elastic.state.step_selftest import differing
 
-__all__ = ["agree_on_owners", "device_place", "lines", "training_of"]
+__all__ = ["agree_on_owners", "bytes_needed", "device_place", "lines", "training_of"]
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,28 @@ def training_of(config: ElasticConfig, topology: LaunchTopology, arena: Arena, o
     )
 
 
-def agree_on_owners(
-    fabric: Fabric,
-    config: ElasticConfig,
+def bytes_needed(
     topology: LaunchTopology,
     interface: ModelInterface,
     layouts: Mapping[UnitShard, UnitLayout],
-    placement: Placement,
+    owned: Iterable[BlockKey],
     arena: Arena,
-    platform: Platform,
-) -> OwnerMemory:
-    """Return where owners lie. Collective. Raises ``ConfigError`` for what was asked for and does not hold."""
+) -> int:
+    """Return the device bytes of ``owned`` blocks, and of what the forwards of a full pipeline keep on this rank."""
+    elements = sum(layouts[key[:2]].blocks[key[2]].numel for key in owned)
+    rows = topology.grid.micro_batch_size * topology.pipeline
+    activations = sum(rows * interface.activation_bytes(u) for u in arena.held.units if u < topology.compute_units)
+    return OWNER_BYTES * elements + activations
+
+
+def agree_on_owners(fabric: Fabric, config: ElasticConfig, platform: Platform, needed: int) -> OwnerMemory:
+    """Return where owners lie. ``needed``: :func:`bytes_needed` on this rank, beside what it holds already. Collective.
+
+    Raises ``ConfigError`` for what was asked for and does not hold.
+    """
     place = device_place(platform)
     if place is None or config.state == "host":
         return OwnerMemory()
-    owned = sum(layouts[key[:2]].blocks[key[2]].numel for key in placement.owned_by(fabric.rank))
-    needed = 16 * owned + _activations(topology, interface, arena)
     mine = _Rank(needed <= _free(platform), differing(place), place.kernels.name)
     found = gather_messages(fabric, _Rank, mine)
     if config.state == "auto" and not all(one.fits for one in found.values()):
@@ -98,12 +103,6 @@ def agree_on_owners(
                 f"--elastic-state: {what} than the host, so copies receive state (--elastic-snapshot state)", flush=True
             )
     return OwnerMemory(True, not unlike)
-
-
-def _activations(topology: LaunchTopology, interface: ModelInterface, arena: Arena) -> int:
-    """Return the bytes that the forwards of a full pipeline keep on this rank."""
-    rows = topology.grid.micro_batch_size * topology.pipeline
-    return sum(rows * interface.activation_bytes(u) for u in arena.held.units if u < topology.compute_units)
 
 
 def _free(platform: Platform) -> int:

@@ -23,7 +23,7 @@ from megatron.elastic.observe.event_kinds import ReadyEvent
 from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
-from megatron.elastic.runtime.owner_memory import agree_on_owners, device_place, lines, training_of
+from megatron.elastic.runtime.owner_memory import agree_on_owners, bytes_needed, device_place, lines, training_of
 from megatron.elastic.runtime.warm_up import rehearse
 from megatron.elastic.state.step_selftest import differing
 
@@ -49,9 +49,9 @@ def found(links: Links, job: EngineParts) -> Engine:
     configuration, record = beginning(job, job.launched, layouts, links.decision)
     own = own_catalog(job.interface, job.launch_topology, links.fabric.rank)
     arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
-    owners = agree_on_owners(
-        links.fabric, job.config, job.launch_topology, job.interface, layouts, configuration.placement, arena, select()
-    )
+    owned = configuration.placement.owned_by(links.fabric.rank)
+    needed = bytes_needed(job.launch_topology, job.interface, layouts, owned, arena)
+    owners = agree_on_owners(links.fabric, job.config, select(), needed)
     hardware = replace(survey(links.fabric, links.threads), owners=owners)
     if links.fabric.rank == links.fabric.alive[0]:
         print(*lines(training_of(job.config, job.launch_topology, arena, owners)), sep="\n", flush=True)

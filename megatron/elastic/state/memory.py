@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Bytes", "Row", "Training", "memory_rows", "table"]
+__all__ = ["OWNER_BYTES", "Bytes", "Row", "Training", "memory_rows", "table"]
 
 _STATE = 12
 """Of a copy: master, first and second moment, fp32."""
 _GRADIENT = 4
+OWNER_BYTES = _STATE + _GRADIENT
+"""Of a copy in ``gradient`` mode, with the gradient that it retains."""
 _GIB = 2**30
 
 
@@ -66,11 +68,6 @@ class Training:
         """Bytes of mirrored blocks."""
         held = 2 * _STATE if self.snapshot == "state" else _STATE + _GRADIENT
         return Bytes(0, self.mirrors * held / self.ranks)
-
-    @property
-    def owner_bytes(self) -> int:
-        """Device bytes of the state that one rank owns."""
-        return round(self.owner.device * self.parameters)
 
 
 def memory_rows(training: Training) -> tuple[Row, ...]:

@@ -13,7 +13,7 @@ Semantics are Megatron's (megatron.core.optimizer):
 - a step with non-finite gradients is skipped only with a loss scaler;
 - ``DynamicGradScaler`` holds its scale in fp32;
 - a skipped step advances neither learning rate schedule nor Adam's step, but does consume its samples;
-- a step that is left out is a skipped one of which the loss scaler does not learn.
+- a step that is left out is a skipped one of which loss scaler and expert bias do not learn.
 
 Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a repeated vote
 with another order of additions gives the same record.
@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
+from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.layout import BlockKey
 
 __all__ = [
@@ -115,6 +116,8 @@ class Hyper:
     backoff_factor: float = 0.5
     growth_interval: int = 1000
     hysteresis: int = 2
+    balance: ExpertBalance | None = None
+    """Layers whose routers have a bias that follows the numbers of tokens; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +188,18 @@ class StepRecord:
     skipped_steps: int = 0
     speeds: tuple[tuple[int, int], ...] = ()
     """(cell, parts per million) of the cells measured to be slower than their peers; plans use them."""
+    expert_bias: str = ""
+    """Bias of routers in the next step (:class:`ExpertBalance`); empty where no layer has one."""
 
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
         """Return the record of an initial state."""
-        return cls(version, loss_scale=_fp32(hyper.initial_loss_scale), hysteresis_tracker=hyper.hysteresis)
+        return cls(
+            version,
+            loss_scale=_fp32(hyper.initial_loss_scale),
+            hysteresis_tracker=hyper.hysteresis,
+            expert_bias="" if hyper.balance is None else hyper.balance.start,
+        )
 
     def at_adam_step(self, step: int, hyper: Hyper) -> StepRecord:
         """Return the record with Adam's counter at ``step``, for the load of a checkpoint.
@@ -251,6 +261,8 @@ class Vote:
     """Rates by parameter group, from one rank."""
     left_out: bool = False
     """True if nothing was computed from the samples, so that there is no gradient."""
+    expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Unit → tokens that each of its experts received, where routers have a bias."""
 
 
 def _fp32(value: float) -> float:
@@ -327,7 +339,15 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         consumed_samples=previous.consumed_samples + vote.samples,
         skipped_steps=previous.skipped_steps + skipped,
         speeds=vote.speeds,
+        expert_bias=_next_bias(previous, vote, hyper),
     )
+
+
+def _next_bias(previous: StepRecord, vote: Vote, hyper: Hyper) -> str:
+    """Return the bias of routers; as in Megatron a step without an update of parameters changes it too."""
+    if hyper.balance is None or vote.left_out:
+        return previous.expert_bias
+    return hyper.balance.advanced(previous.expert_bias, vote.expert_tokens)
 
 
 def _norm(squares: list[float]) -> float:

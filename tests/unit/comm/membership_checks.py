@@ -7,9 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,6 +86,53 @@ def block_lists(here: Here, fabric: Fabric) -> None:
     flat = bits.clone() if here.rank == 2 else torch.ones(4)
     fabric.all_gather_blocks(group, flat, [BlockRange(0, 4, 2)])
     assert torch.equal(flat.view(torch.int32), bits.view(torch.int32)), "bits of the owner"
+
+
+def block_lists_in_the_background(here: Here, fabric: Fabric) -> None:
+    """What is begun goes on while the caller does other things, and no member waits for another at the call."""
+    group, count = fabric.group("state", WORLD), 5000
+    starts = [count * part // 4 for part in range(5)]
+    blocks = [BlockRange(*ends, owner) for owner, ends in enumerate(pairwise(starts))]
+    flats = [values(here.rank, count, torch.float32, salt=salt) for salt in range(3)]
+    begun = [fabric.begin_reduce_scatter_blocks(group, flat, blocks) for flat in flats[:2]]
+    if here.rank == 0:
+        time.sleep(0.2)  # the others are through with their calls long before it begins the last one
+    begun.append(fabric.begin_all_gather_blocks(group, flats[2], blocks))
+    if here.rank == 1:
+        time.sleep(0.05)
+        assert fabric.waiting_for() == (), "what no thread waits for is no wait of the process"
+    own = slice(starts[here.rank], starts[here.rank + 1])
+    for salt, work in enumerate(begun):
+        work.wait()
+        assert work.is_completed()
+        if salt < 2:
+            total = sum_of(count, WORLD, salt=salt)
+            same(flats[salt][own], total[own], salt)
+    for block in blocks:
+        part = slice(block.start, block.stop)
+        same(flats[2][part], values(block.owner, count, torch.float32, salt=2)[part], block)
+
+
+def interruption_ends_what_goes_on_in_the_background(here: Here, fabric: Fabric) -> None:
+    """After the edit that follows, the memory belongs to its owner again."""
+    flat, blocks = torch.ones(100_000), [BlockRange(0, 50_000, 0), BlockRange(50_000, 100_000, 1)]
+    group, work = fabric.group("state", WORLD), None
+    if here.rank != 3:
+        work = fabric.begin_reduce_scatter_blocks(group, flat, blocks)
+    here.exchange("begun", here.rank, WORLD)
+    fabric.interrupt(2)
+    if work is not None:
+        owns = any(block.owner == here.rank for block in blocks)  # other members need nothing of rank 3
+        with pytest.raises(GenerationChanged) if owns else suppress(GenerationChanged):
+            work.wait()
+    edit(here, fabric, WORLD, 2)
+    flat.fill_(7.0)
+    total = torch.ones(100_000)
+    fabric.reduce_scatter_blocks(group, total, blocks)
+    time.sleep(0.05)
+    assert bool((flat == 7.0).all()), "written after the edit"
+    own = slice(50_000 * here.rank, 50_000 * (here.rank + 1))
+    assert here.rank > 1 or bool((total[own] == 4.0).all())
 
 
 def sums_in_member_order(here: Here, fabric: Fabric) -> None:
@@ -408,6 +458,8 @@ CHECKS: tuple[Check, ...] = (
     groups_follow_torch,
     group_is_the_same_object_and_local,
     block_lists,
+    block_lists_in_the_background,
+    interruption_ends_what_goes_on_in_the_background,
     holes_in_the_slot_space,
     old_edits_are_refused,
     who_waits_for_whom_is_published,

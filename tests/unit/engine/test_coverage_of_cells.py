@@ -169,16 +169,25 @@ def layouts_of(topology: LaunchTopology) -> dict[UnitShard, UnitLayout]:
     return build_layouts(catalog, 256)
 
 
-def arena_at(tensor: int, count: int, index: int) -> tuple[Arena, CutModel]:
-    """The arena of one rank in a cell of ``count``, after it was one of the launch's ``tensor``."""
+def arena_at_launch(tensor: int, index: int) -> tuple[Arena, CutModel]:
+    """The arena of a rank of a launch of ``tensor`` ranks, the last one for a larger ``index``."""
     topology = topology_of(tensor, 1, 1)
     rank = min(index, tensor - 1)
     model = model_of(topology, rank)
-    arena = Arena(model, layouts_of(topology), built(own_catalog(model, topology, rank), topology, rank))
-    place = CellPlace(tuple(range(count)), index)
-    shards = (*model.covered(0, place.position), *(() if topology.common is None else (topology.common,)))
-    held = HeldPart(tuple(range(UNITS)), place, tuple((unit, shard) for unit in range(UNITS) for shard in shards))
-    arena.hold(held)
+    return Arena(model, layouts_of(topology), built(own_catalog(model, topology, rank), topology, rank)), model
+
+
+def part_of(model: CutModel, tensor: int, count: int, index: int) -> HeldPart:
+    """What one rank holds in a cell of ``count`` that has all units."""
+    common, place = topology_of(tensor, 1, 1).common, CellPlace(tuple(range(count)), index)
+    shards = (*model.covered(0, place.position), *(() if common is None else (common,)))
+    return HeldPart(tuple(range(UNITS)), place, tuple((unit, shard) for unit in range(UNITS) for shard in shards))
+
+
+def arena_at(tensor: int, count: int, index: int) -> tuple[Arena, CutModel]:
+    """The arena of one rank in a cell of ``count``, after it was one of the launch's ``tensor``."""
+    arena, model = arena_at_launch(tensor, index)
+    arena.hold(part_of(model, tensor, count, index))
     return arena, model
 
 
@@ -256,6 +265,19 @@ def test_a_parameter_that_is_one_whole_shards_is_a_view_and_others_are_not(tenso
             assert (start < arena.state_stop) == (len(found) == 1 and found[0].remote == box), name
             local |= {name} if start >= arena.state_stop else set()
         assert arena.has_local == bool(local) and (tensor != count or not local)
+
+
+@pytest.mark.parametrize(("tensor", "count"), CASES)
+def test_what_was_prepared_beside_a_step_is_what_the_ranks_then_use(tensor: int, count: int) -> None:
+    """Storage of another length would be allocated again, while all ranks wait."""
+    for index in range(count):
+        arena, model = arena_at_launch(tensor, index)
+        held = part_of(model, tensor, count, index)
+        arena.prepare(held)
+        prepared = arena.spare or (arena.parameters, arena.gradients)  # nothing, if the rank's part does not change
+        arena.hold(held)
+        assert arena.parameters.data_ptr() == prepared[0].data_ptr()
+        assert arena.gradients.data_ptr() == prepared[1].data_ptr()
 
 
 def test_exact_gradients_refuse_a_cell_of_another_size() -> None:

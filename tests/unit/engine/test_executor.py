@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -57,6 +57,13 @@ class Layers:
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         return {"balance": (self.weight, 2.0)}
 
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: there are no routers."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """See :class:`ModelInterface`: there are no experts."""
+        return {}
+
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         raise AssertionError("no ranks share experts here")
 
@@ -100,6 +107,9 @@ def work(training: bool = True) -> Pass:
         ignore,
         Timeline(),
         ignore,
+        lambda units: nullcontext(),
+        ignore,
+        lambda: 0,
         per_token=True,
         training=training,
     )

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig, HealthSetting, health_settings
-from megatron.elastic.control.events import Examined, Lifted, Lost, Readmitted
+from megatron.elastic.control.events import Event, Examined, Lifted, Lost, Readmitted, Wanted
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.requests import Drain
+from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent import health
 from megatron.elastic.launch.agent.health import ClockCheck, DiskCheck, HealthThread, NetworkCheck, checks_of, examine
 from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.node_conditions import NodeConditions, finding_at_start
 from tests.unit.launch.serving import serve
 
 
@@ -166,3 +169,18 @@ def test_lost_ranks_of_an_unfit_node_stay_out_until(end: Callable[[Generations],
     assert not state.returns(3), "the time of a quarantine mends no hardware"
     end(state)
     assert state.returns(3)
+
+
+def test_an_agent_examines_its_node_and_sends_its_ranks_away_until_it_is_fit(tmp_path: Path) -> None:
+    state, loop, appended, disk = job(), Loop(), list[Event](), tmp_path / "disk"
+    settings = ElasticConfig(health=f"disk={disk}")
+    conditions = NodeConditions(settings, Timing.derive(0.004), 1, state, loop, appended.append)
+    conditions.start()
+    serve(loop, lambda: len(appended) == 2)
+    disk.mkdir()
+    serve(loop, lambda: len(appended) == 4)
+    conditions.close()
+    loop.close()
+    finding = f"disk: {disk}: No such file or directory"
+    assert appended == [Examined(1, finding), Wanted(Drain((2, 3))), Examined(1, ""), Readmitted((2, 3))]
+    assert finding_at_start(settings) == ""

@@ -15,6 +15,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.requests import Drain, Request
+from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.notices import AzureSource, GcpSource, NodeDrain, NoticeThread, source_of
@@ -201,7 +202,8 @@ def test_an_agent_asks_for_notices_if_a_setting_names_a_source_and_drains_its_ow
     state, loop, appended = job()[0], Loop(), list[Event]()
     with service(lambda method, path, headers: (200, "taken away")) as url:
         for notices in (None, url):
-            conditions = NodeConditions(ElasticConfig(notices=notices), 1, state, loop, appended.append)
+            settings = ElasticConfig(notices=notices)
+            conditions = NodeConditions(settings, Timing.derive(1.0), 1, state, loop, appended.append)
             conditions.start()
             assert (conditions._notices is None) == (notices is None)
             if notices is not None:

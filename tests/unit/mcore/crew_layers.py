@@ -124,7 +124,7 @@ def compute(case: Dealt) -> dict[str, float]:
 def names() -> dict[str, Any]:
     """Names of parameters on a rank that has experts 2 and 5, and the crew of an expert-parallel group."""
     expert, router = "mlp.experts.local_experts.1.linear_fc1.weight", "mlp.router.weight"
-    crew = launch_crew(6, (4, 6, 9))
+    crew = launch_crew(6, (4, 6, 9), 1)
     return {"names": [expert_of(f".{name}", (2, 5)) for name in (expert, router)], "crew": [crew.ranks, crew.experts]}
 
 

@@ -34,6 +34,7 @@ from megatron.training import global_vars, training
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.model import torch_adam
 from megatron.elastic.mcore.model.latent_attention import make_two_widths
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.patching import compat
 
@@ -55,7 +56,8 @@ def units(case: Case) -> dict[str, Any]:
     """Give up all but some units, and take them back."""
     model = gpt(gpt_config(case, LAYERS, 0.0), case.tied)
     prepared: list[object] = []
-    anatomy = Anatomy([model], lambda inner, module, place: prepared.append(module))
+    specs = LayerSpecs.of([model], Namespace())
+    anatomy = Anatomy([model], lambda inner, module, place: prepared.append(module), specs)
     names = {unit: sorted(name for name, _ in anatomy.named_parameters(unit)) for unit in anatomy.held()}
     whole = sum(p.numel() for p in model.parameters())
     tokens = torch.arange(LENGTH).reshape(1, LENGTH) % VOCABULARY

@@ -117,15 +117,15 @@ def test_every_changed_attribute_has_its_line(names: set[str], switched: bool) -
 
 def test_tuning_flags_are_taken_out_under_elastic_only_where_they_say_something() -> None:
     args = Namespace(
-        overlap_grad_reduce=True,
-        overlap_param_gather=False,
+        delay_wgrad_compute=True,
+        defer_embedding_wgrad_compute=False,
         num_distributed_optimizer_instances=1,
         rerun_mode="validate_results",
-        ddp_bucket_size=None,
+        ddp_num_buckets=None,
     )
     listed = [line.row.flag for line in substitute(args, GPU, ELASTIC_ROWS)]
-    assert listed == ["--overlap-grad-reduce", "--rerun-mode"]
-    assert not args.overlap_grad_reduce and args.rerun_mode == "disabled"
+    assert listed == ["--delay-wgrad-compute", "--rerun-mode"]
+    assert not args.delay_wgrad_compute and args.rerun_mode == "disabled"
 
 
 def test_rows_are_distinct_and_say_why() -> None:

@@ -41,11 +41,7 @@ EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False
 
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
-    ("--moe-layer-freq", {**EXPERTS, "moe_layer_freq": 2}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
-    ("--moe-router-enable-expert-bias", {**EXPERTS, "moe_router_enable_expert_bias": True}),
-    ("--moe-input-jitter-eps", {**EXPERTS, "moe_input_jitter_eps": 0.1}),
-    ("--expert-tensor-parallel-size", {**EXPERTS, "expert_tensor_parallel_size": 1}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
@@ -161,7 +157,7 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
     [
         ("--micro-batch-size", "honoured", "honoured"),
         ("--transformer-impl", "substituted", "honoured"),
-        ("--overlap-grad-reduce", "honoured", "no effect"),
+        ("--overlap-grad-reduce", "honoured", "honoured"),
         ("--context-parallel-size", "refused", "refused"),
         ("--num-experts", "honoured", "honoured"),
         ("--expert-model-parallel-size", "honoured", "honoured"),
@@ -246,7 +242,18 @@ def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], confi
 @pytest.mark.parametrize(
     ("given", "config", "platform", "words"),
     [
-        ({"tensor_model_parallel_size": 2}, ElasticConfig(), "cpu", "--tensor-model-parallel-size 1"),
+        (
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+            ElasticConfig(),
+            "cpu",
+            "--expert-tensor-parallel-size 2 is not elastic: use 4, .* or 1",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+            ElasticConfig(),
+            "cpu",
+            "--expert-tensor-parallel-size 1 .* --expert-model-parallel-size that 4, .* divides",
+        ),
         ({"calculate_per_token_loss": True}, ElasticConfig(exact=True), "cpu", "--elastic-exact .* leave one out"),
         ({}, ElasticConfig(policy="recycle"), "cpu", "--elastic-policy recycle"),
         ({"transformer_impl": "transformer_engine"}, ElasticConfig(), "cuda", "--transformer-impl local"),

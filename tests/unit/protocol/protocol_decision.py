@@ -248,6 +248,7 @@ class Decisions:
             moving=False,
             ends=self._end_known(rank, decision),
             torn=rank.torn if self.faults.torn_counts else frozenset(),
+            given=frozenset(),
         )
         return self._with(state, r, after)
 

@@ -34,6 +34,10 @@ looks to everyone like one just after. A rank takes all shipped gradients of a s
 in one action: with a part of them it reports, and later discards, the same as with
 none (not merged where a fault makes the parts matter).
 
+With ``early`` ranks contribute to blocks one after the other, and each block is reduced and shipped as soon as all have
+contributed to it, while others are still computed: a mirror may hold a gradient that its rank has not yet contributed
+to elsewhere, and so may an owner. No part of this is merged.
+
 With ``state_mode`` mirrors receive stepped blocks after the vote, all ranks wait for that before they gather, and a
 loss before may take all back by one version. With ``tears`` an error interrupts an update inside a block: its rank
 stops, and all form a new generation. With ``drain`` some vote agrees that the job ends with its step.
@@ -108,7 +112,9 @@ class Model(Decisions):
     def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         peers = [state.ranks[m] for m in state.decision.members]
         yield from self._take(state, r, rank)
-        if rank.phase == "R" and all(self._past(state.ranks[m], rank, "RSVU") for m in self._computing(state)):
+        if rank.phase == "R" and self.setting.early:
+            yield from self._reduce_blocks(state, r, rank)
+        elif rank.phase == "R" and all(self._past(state.ranks[m], rank, "RSVU") for m in self._computing(state)):
             yield f"{r} reduces", self._reduce(state, r, rank)
         elif rank.phase == "S" and self._may_join(r, rank):
             yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
@@ -125,9 +131,9 @@ class Model(Decisions):
     def _begun_again(self, r: int, rank: Rank) -> Rank:
         """The same step from other sums; after a vote taken again under what this generation works under."""
         if rank.key // ATTEMPTS == rank.generation:
-            return rank._replace(phase=self._first_phase(r, rank.stands), key=rank.key + 1)
+            return rank._replace(phase=self._first_phase(r, rank.stands), key=rank.key + 1, given=frozenset())
         phase = self._first_phase(r, rank.stands)
-        return rank._replace(phase=phase, key=ATTEMPTS * rank.generation, names=rank.stands)
+        return rank._replace(phase=phase, key=ATTEMPTS * rank.generation, names=rank.stands, given=frozenset())
 
     def _computing(self, state: State) -> list[int]:
         return [m for m in state.decision.members if m < self.setting.computing]
@@ -156,7 +162,8 @@ class Model(Decisions):
                 names = decision.wanted
         phase, step = "E" if ended else self._first_phase(r, rank.stands), len(rank.chain)
         key = ATTEMPTS * rank.generation
-        return rank._replace(phase=phase, step=step, key=key, names=names, moving=False, copies=copies)
+        begun = rank._replace(phase=phase, step=step, key=key, names=names, moving=False, copies=copies)
+        return begun._replace(given=frozenset())
 
     def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """A rank without a copy becomes the owner; the last mirror goes."""
@@ -185,6 +192,40 @@ class Model(Decisions):
         if peer.phase == "E":
             return False  # it has sent nothing of this step
         return peer.key > rank.key or (peer.key == rank.key and peer.phase in phases)
+
+    def _reduce_blocks(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """Contribute to one block after the other; reduce and ship own ones as soon as all have contributed.
+
+        While another placement is to be named, blocks are shipped when all are reduced.
+        """
+        blocks, held = range(self.setting.computing), {b for b, _ in rank.copies}
+        if r in self._computing(state) and len(rank.given) < len(blocks):
+            given = rank._replace(given=rank.given | {len(rank.given)})
+            yield f"{r} contributes to {len(rank.given)}", self._in_part(state, r, given, frozenset())
+        for b in (b for b in blocks if rank.stands[b][0] == r and b in held):
+            there = all(self._contributed(state.ranks[m], rank, b) for m in self._computing(state))
+            if there and (b, rank.step, rank.key) not in rank.gradients:
+                gradients = self._retained(rank.gradients, (b, rank.step, rank.key))
+                yield f"{r} reduces {b}", self._in_part(state, r, rank._replace(gradients=gradients), frozenset({b}))
+
+    def _contributed(self, peer: Rank, rank: Rank, block: int) -> bool:
+        same = (peer.generation, peer.step, peer.key, peer.phase) == (rank.generation, rank.step, rank.key, "R")
+        return block in peer.given if same else self._past(peer, rank, "SVU")
+
+    def _in_part(self, state: State, r: int, rank: Rank, reduced: frozenset[int]) -> State:
+        """Ship ``reduced`` blocks; the rank has left phase R when it has contributed to all and reduced its own."""
+        held = {b for b, _ in rank.copies}
+        owned = frozenset(b for b, ranks in enumerate(rank.stands) if ranks[0] == r and b in held)
+        missing = {b for b in owned if (b, rank.step, rank.key) not in rank.gradients}
+        is_over = not missing and (r not in self._computing(state) or len(rank.given) == self.setting.computing)
+        shipped = reduced if rank.names == rank.stands else owned if is_over else frozenset()
+        if is_over:
+            rank = rank._replace(phase="S", given=frozenset())
+        after = self._with(state, r, rank)
+        if self.setting.state_mode:
+            return after
+        messages = {(m, b, rank.step, rank.key) for b in shipped for m in rank.names[b] if m != r}
+        return after._replace(network=state.network | messages)
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
         owned = [b for b, ranks in enumerate(rank.stands) if ranks[0] == r]
@@ -216,7 +257,9 @@ class Model(Decisions):
         mine = frozenset(m for m in state.network if m[0] == r and m[1] in dict(rank.copies))
         current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
         mirrored = sum(r in ranks and rank.stands[b][0] != r for b, ranks in enumerate(rank.names))
-        if self.faults != Faults():
+        if self.setting.early and self.faults == Faults():
+            parts = [frozenset({message}) for message in sorted(current)]
+        elif self.faults != Faults():
             parts = [frozenset({message}) for message in sorted(mine)]
         else:
             parts = [current] if current and len(current) == mirrored else []

@@ -107,6 +107,8 @@ class Setting:
     """Owners ship stepped blocks after the vote, not gradients before it; a copy can go back by one version."""
     tears: int = 0
     """Number of updates that are interrupted inside a block."""
+    early: bool = False
+    """Blocks are reduced and shipped one by one behind the backward."""
     drain: bool = False
     """Some vote agrees that the job ends with its step."""
     statistics_travel: bool = True
@@ -127,6 +129,7 @@ class Setting:
             "state": self.state_mode,
             f"tears{self.tears}": self.tears,
             "drain": self.drain,
+            "early": self.early,
             "local_statistics": not self.statistics_travel,
         }
         bounds = f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}"
@@ -149,6 +152,7 @@ class Rank(NamedTuple):
     moving: bool  # the newest vote said that the next one may name another placement
     ends: int = 0  # version with which the job ends, as far as this rank knows; 0: not agreed
     torn: frozenset[int] = frozenset()  # blocks whose update was interrupted inside
+    given: frozenset[int] = frozenset()  # in phase R with ``early``: blocks that it has contributed to
 
     @property
     def voted_for(self) -> Layout:

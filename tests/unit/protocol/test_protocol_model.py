@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests.unit.protocol.mutants import DRAIN, MUTANTS, NO_MIRROR, REFUSED, REPLENISH, STATE_MODE, TORN
+from tests.unit.protocol.mutants import DRAIN, MUTANTS, NO_MIRROR, REFUSED, REPLENISH, STATE_MODE, TORN, Mutant
 from tests.unit.protocol.protocol_explore import explore
 from tests.unit.protocol.protocol_state import Faults, Setting, Violation
 
@@ -29,6 +29,41 @@ def test_every_kill_at_every_point_is_survived(setting):
     counts = explore(setting)
     kinds = {name.split()[1] for name in counts if name.startswith("decide")}
     assert kinds >= set(KINDS) if setting.statistics_travel else kinds >= {"rerun", "roll_forward"}, counts
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(ranks=2, mirrors=1, steps=3, kills=1, early=True),
+        Setting(ranks=2, mirrors=1, steps=2, kills=2, early=True),
+        Setting(ranks=3, mirrors=1, steps=1, kills=1, early=True),
+        Setting(ranks=2, mirrors=1, steps=2, kills=1, refuse=True, early=True),
+        Setting(ranks=3, mirrors=1, steps=1, kills=1, refuse=True, parked=1, early=True),
+        replace(TORN, early=True),
+        pytest.param(Setting(ranks=3, mirrors=1, steps=2, kills=1, early=True), marks=pytest.mark.slow),
+        pytest.param(Setting(ranks=3, mirrors=2, steps=1, kills=2, early=True), marks=pytest.mark.slow),
+        pytest.param(replace(REPLENISH, early=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blocks_that_are_shipped_while_others_are_computed_lose_nothing(setting: Setting) -> None:
+    assert any(name.startswith("decide") for name in explore(setting))
+
+
+EARLY = ("gradient_does_not_count", "vote_before_mirrors", "no_back_pressure", "generation_ignored", "newest_copy_wins")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(one, id=str(one), marks=() if one.fault in EARLY else pytest.mark.slow)
+        for one in MUTANTS
+        if not one.slow
+    ],
+)
+def test_each_rule_is_needed_there_too(mutant: Mutant) -> None:
+    with pytest.raises(Violation, match=mutant.finding):
+        explore(replace(mutant.explored, early=True))
 
 
 def test_copies_change_place_at_any_time():

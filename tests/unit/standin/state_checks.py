@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
 import random
 import threading
 import time
+from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +18,13 @@ import pytest
 import torch
 
 from megatron.elastic import _state
+from megatron.elastic.comm.native import NativeFabric
+from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.engine.compute.block_checksums import block_checksums, disputes
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.generation.hardware import OwnerMemory
+from megatron.elastic.runtime import owner_memory
+from megatron.elastic.runtime.owner_memory import agree_on_owners, bytes_needed
 from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step_tensors, sgd_step_tensors, single
 from megatron.elastic.state.checkpoint_view import CheckpointView
 from megatron.elastic.state.device_place import DevicePlace, Kernels, Reserved, tensor_kernels
@@ -349,3 +359,127 @@ def check_the_self_test_finds_denormals_that_are_flushed() -> None:
         sgd_step_tensors(master, momentum, torch.where(grad.abs() < 2.0**-126, torch.zeros_like(grad), grad), scalars)
 
     assert differing(with_kernels(sgd=sgd)) == ("SGD",)
+
+
+# -- the choice at the start ------------------------------------------------------------------
+
+
+def chosen(config: ElasticConfig, needed: int) -> OwnerMemory:
+    """The memory that a rank on its own takes, on a device of 4 GiB that two ranks share."""
+    os.environ["LOCAL_WORLD_SIZE"] = "8"
+    fabric = NativeFabric(0, 1, 0, run_id=f"alone{os.getpid()}", secret=b"x" * 32)
+    try:
+        return agree_on_owners(fabric, config, StandinPlatform(), needed)
+    finally:
+        fabric.close()
+
+
+def check_auto_takes_the_device_if_the_state_fits_into_a_ranks_share_of_it() -> None:
+    assert chosen(ElasticConfig(), 1 << 30) == OwnerMemory(on_device=True, same_bits=True)
+    assert chosen(ElasticConfig(), 3 << 30) == OwnerMemory(on_device=False)
+    assert chosen(ElasticConfig(state="device"), 3 << 30).on_device
+    assert not chosen(ElasticConfig(state="host"), 0).on_device
+
+
+def check_a_device_with_other_bits_means_state_mode_and_exact_mode_refuses_it() -> None:
+    def broken(*tensors: Any) -> None:
+        sgd_step_tensors(*tensors)
+        tensors[0].view(torch.int32)[5] ^= 1
+
+    kernels = Kernels("broken kernels", adam_step_tensors, broken)
+    owner_memory._kernels = lambda device_type: kernels
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        found = chosen(ElasticConfig(), 0)
+    assert found == OwnerMemory(on_device=True, same_bits=False)
+    line = "--elastic-state: the device of rank 0 computes SGD (broken kernels) with other bits than the host, so"
+    assert said.getvalue().startswith(line) and said.getvalue().count("\n") == 1
+    with pytest.raises(ConfigError, match=r"--elastic-exact: the device of rank 0 .* use --elastic-state host"):
+        chosen(ElasticConfig(exact=True), 0)
+
+
+def check_needed_bytes_are_those_of_owned_blocks_and_of_a_full_pipeline() -> None:
+    topology = cast(Any, SimpleNamespace(grid=SimpleNamespace(micro_batch_size=2), pipeline=3, compute_units=2))
+    interface = cast(Any, SimpleNamespace(activation_bytes=lambda unit: 10 + unit))
+    arena = cast(Any, SimpleNamespace(held=SimpleNamespace(units=(0, 1, 2))))
+    owned = sum(block.numel for block in LAYOUT.blocks[:2])
+    assert bytes_needed(topology, interface, {(0, 0): LAYOUT}, KEYS[:2], arena) == 16 * owned + 2 * 3 * (10 + 11)
+
+
+# -- faults of this path that the devices show ------------------------------------------------
+
+
+class Unordered(DevicePlace):
+    """Copies that leave do not wait for the work that makes their values."""
+
+    def _current(self) -> Any:
+        return self._outwards
+
+    @cached_property
+    def _outwards(self) -> Any:
+        return standin.Stream("standin:1")
+
+
+class Unrecorded(DevicePlace):
+    """The allocator does not know that a copy under way reads a tensor."""
+
+    def _used_by(self, values: torch.Tensor, stream: object) -> None:
+        pass
+
+
+class Unpinned(DevicePlace):
+    """Host memory of asynchronous copies is pageable."""
+
+    _pins = False
+
+
+class Passed:
+    """An event that is taken to have happened."""
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Hasty(StandinPlatform):
+    """Nothing waits for an event."""
+
+    def new_event(self, timing: bool = False) -> Any:
+        return Passed()
+
+
+def gradients_of(place: DevicePlace, freed: bool = True) -> list[float]:
+    """The host's form of gradients, waited for at once, or (``freed``) when their device memory was given back."""
+    pool, _ = filled(place, Hyper(ConstantSchedule(RATES)))
+    standin.synchronize("standin:1")
+    reduced(pool, GradientKey(0, 1), 5)
+    copies = [pool.get(key) for key in KEYS]
+    staged = [copy.staged[GradientKey(0, 1)] for copy in copies]
+    if freed:
+        for copy in copies:
+            copy.gradients.clear()
+        standin.current_stream("standin:1").synchronize()  # it is overwritten
+    return torch.cat([part.wait() for part in staged]).tolist()
+
+
+def check_each_fault_of_a_staged_copy_shows() -> None:
+    arguments = StandinPlatform(), torch.device("standin:1"), tensor_kernels()
+    right = gradients_of(DevicePlace(*arguments))
+    assert right == gradients_of(DevicePlace(*arguments), freed=False) and standin.unpinned_asynchronous_copies() == 0
+    assert gradients_of(Unordered(*arguments), freed=False) != right
+    assert gradients_of(Unrecorded(*arguments)) != right
+    assert gradients_of(DevicePlace(Hasty(), *arguments[1:]), freed=False) != right
+    assert gradients_of(Unpinned(*arguments)) == right and standin.unpinned_asynchronous_copies() > 0
+
+
+def check_an_upload_that_nobody_waits_for_shows() -> None:
+    for platform in (StandinPlatform(), Hasty()):
+        place = DevicePlace(platform, torch.device("standin:1"), tensor_kernels())
+        reserved = place.reserve(4)
+        if isinstance(platform, Hasty):
+            reserved = replace(reserved, free=StandinPlatform().new_event())
+        place.fill(reserved, torch.ones(4))
+        seen = reserved.values.tolist()
+        assert (seen == [1.0] * 4) == (not isinstance(platform, Hasty)), (platform, seen)

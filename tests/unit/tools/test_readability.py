@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.benchmark_docs import page
-from tools.readability import faults, main, measure, sentences
+from tools.readability import ROOT, faults, main, measure, sentences
 
 SHAPES = '''"""Shapes of the plane.
 
@@ -75,11 +75,20 @@ def test_everything_is_counted(tree: Path) -> None:
         ("The one who knows.", 0),
         ("Words: " + "word " * 35, 1),
         ("Words: " + "word " * 34, 0),
+        ("Nobody waits. A rank tells whoever asks. All ranks know.", 2),
         ("The agent mourns. The ranks next to it are its neighbours.", 2),
     ],
 )
 def test_sentences_against_the_style(text: str, count: int) -> None:
     assert len(faults(text)) == count
+
+
+def test_this_repository_keeps_its_targets() -> None:
+    """``python -m tools.readability --tell`` names the sentences."""
+    figures = measure(ROOT, "megatron/elastic")
+    assert figures.class_names_used_twice == []
+    assert figures.modules_no_test_imports == []
+    assert figures.sentences_against_the_style == 0.0
 
 
 def test_examples_and_tables_are_no_sentences() -> None:

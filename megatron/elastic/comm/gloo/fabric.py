@@ -252,18 +252,25 @@ class GlooFabric(Fabric):
 
     def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """One all-reduce over all ranges: gloo's own reduce-scatter is slower than that."""
-        if blocks:
-            _spread(flat, blocks, lambda data: group.allreduce([data]).wait())
+        self.begin_reduce_scatter_blocks(group, flat, blocks).wait()
 
     def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """Owners' bits are kept: the sum is taken over integers, to which others add zero."""
-        if not blocks:
-            return
+        self.begin_all_gather_blocks(group, flat, blocks).wait()
+
+    def begin_reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        return _spread(flat, blocks, lambda data: group.allreduce([data]))
+
+    def begin_all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
         for block in blocks:
             if block.owner != self.rank:
                 flat[block.start : block.stop].zero_()
         word = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-        _spread(flat, blocks, lambda data: group.allreduce([data.view(word)]).wait())
+        return _spread(flat, blocks, lambda data: group.allreduce([data.view(word)]))
 
     # -- waits and errors ---------------------------------------------------
 
@@ -392,16 +399,40 @@ def _at(address: Address, key: str) -> Endpoint:
     return (str(host), int(port))
 
 
-def _spread(flat: torch.Tensor, blocks: Sequence[BlockRange], collective: Callable[[torch.Tensor], object]) -> None:
-    """Run ``collective`` on the ranges, as one tensor, in place where they cover ``flat`` without gaps."""
+class _Unpacked(dist.Work):
+    """``work`` on a packed copy; the wait runs ``unpack``."""
+
+    def __init__(self, work: dist.Work | None, unpack: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._work, self._unpack = work, unpack
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._work is not None:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+            self._unpack()
+            self._work = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def _spread(
+    flat: torch.Tensor, blocks: Sequence[BlockRange], collective: Callable[[torch.Tensor], dist.Work]
+) -> dist.Work:
+    """Begin ``collective`` on the ranges, as one tensor, in place where they cover ``flat`` without gaps."""
+    if not blocks:
+        return _Unpacked(None)
     ordered = sorted((block.start, block.stop) for block in blocks)
     whole = ordered[0][0], ordered[-1][1]
     gapless = all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
     if gapless and flat.is_contiguous():
-        collective(flat[whole[0] : whole[1]])
-        return
+        return collective(flat[whole[0] : whole[1]])
     pieces = [flat[start:stop] for start, stop in ordered]
     packed = torch.cat(pieces)
-    collective(packed)
-    for piece, part in zip(pieces, packed.split([stop - start for start, stop in ordered]), strict=True):
-        piece.copy_(part)
+
+    def unpack() -> None:
+        for piece, part in zip(pieces, packed.split([stop - start for start, stop in ordered]), strict=True):
+            piece.copy_(part)
+
+    return _Unpacked(collective(packed), unpack)

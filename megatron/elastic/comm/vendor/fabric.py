@@ -36,8 +36,9 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange, EditReport
 from megatron.elastic.comm.native import NativeFabric
+from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.group import DeviceGroup
-from megatron.elastic.comm.vendor.host_staging import through_host
+from megatron.elastic.comm.vendor.host_staging import begun_through_host, through_host
 from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, VendorHang, exit_into_respawn
 from megatron.elastic.comm.vendor.outbox import Outbox
 
@@ -111,6 +112,8 @@ class DeviceFabric(NativeFabric):
         self._devices: dict[int, str] = {}
         self._held: dict[DeviceGroup, Held] = {}
         self.outbox = Outbox(device)
+        self._stream: torch.Stream | None = None
+        """The stream of operations in the background."""
         self._settling = threading.RLock()
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
@@ -267,12 +270,15 @@ class DeviceFabric(NativeFabric):
         super().release(role_prefix)
 
     def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
-        """By one vendor reduction a block; the library sums in an order of its own."""
         if not _ours(group).by_vendor(flat, op=dist.ReduceOp.SUM):
             staged = super().reduce_scatter_blocks
             through_host([], [flat], lambda _, host: staged(group, host[0], blocks))
             return
-        with self.using(_ours(group)) as communicator, communicator.batch():
+        self._reduce_blocks(_ours(group), flat, blocks)
+
+    def _reduce_blocks(self, group: DeviceGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        """Enqueue one vendor reduction a block; the library sums in an order of its own."""
+        with self.using(group) as communicator, communicator.batch():
             for block in blocks:
                 root = communicator.order.index(block.owner)
                 communicator.reduce(flat[block.start : block.stop], root, dist.ReduceOp.SUM)
@@ -282,9 +288,48 @@ class DeviceFabric(NativeFabric):
             staged = super().all_gather_blocks
             through_host([], [flat], lambda _, host: staged(group, host[0], blocks))
             return
-        with self.using(_ours(group)) as communicator, communicator.batch():
+        self._gather_blocks(_ours(group), flat, blocks)
+
+    def _gather_blocks(self, group: DeviceGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        with self.using(group) as communicator, communicator.batch():
             for block in blocks:
                 communicator.broadcast(flat[block.start : block.stop], communicator.order.index(block.owner))
+
+    def begin_reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        begin = super().begin_reduce_scatter_blocks
+        if not _ours(group).by_vendor(flat, op=dist.ReduceOp.SUM):
+            return begun_through_host(flat, lambda host: begin(group, host, blocks))
+        return self._beside(lambda: self._reduce_blocks(_ours(group), flat, blocks))
+
+    def begin_all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> dist.Work:
+        begin = super().begin_all_gather_blocks
+        if not _ours(group).by_vendor(flat):
+            return begun_through_host(flat, lambda host: begin(group, host, blocks))
+        return self._beside(lambda: self._gather_blocks(_ours(group), flat, blocks))
+
+    def begins_at_once(self, group: dist.ProcessGroup) -> bool:
+        """A communicator's first use in a generation is a meeting of its members (:meth:`_settle`)."""
+        held, ours = self._held.get(cast(DeviceGroup, group)), _ours(group)
+        settled = held is not None and held.settled == self.generation
+        return settled or not ours.by_vendor(torch.empty(0, device=self.device), op=dist.ReduceOp.SUM)
+
+    def _beside(self, enqueue: Callable[[], None]) -> dist.Work:
+        """Enqueue on a stream of its own, behind what the current one has now."""
+        if self.device.type == "cpu":
+            enqueue()
+            return EnqueuedBeside(None)
+        if self._stream is None:
+            self._stream = torch.Stream(self.device)
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._stream:
+            enqueue()
+        event = torch.Event(self.device)
+        event.record(self._stream)
+        return EnqueuedBeside(event)
 
     def close(self) -> None:
         held, self._held = list(self._held.values()), {}

@@ -17,8 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["through_host"]
+from megatron.elastic.comm.vendor.staged_message import StagedMessage
+
+__all__ = ["begun_through_host", "through_host"]
 
 T = TypeVar("T")
 
@@ -44,6 +47,14 @@ def through_host(
         tensor.detach().copy_(copies[id(tensor)], non_blocking=True)
     _finish(written)
     return result
+
+
+def begun_through_host(tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> dist.Work:
+    """Begin an operation on a host copy of ``tensor``; the wait of the work copies what it wrote back."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    host.copy_(tensor.detach(), non_blocking=True)
+    _finish([tensor])
+    return StagedMessage(begin(host), host, tensor)
 
 
 def _finish(tensors: Sequence[torch.Tensor]) -> None:

@@ -21,8 +21,11 @@ anew and spaces that stay are copied. Both layouts exist meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -111,7 +114,7 @@ class Arena:
         """
         if self.device.type == "cpu" and not self._holds(held):
             self._interface.prepare(held.units, held.place)
-            length = sum(self.layouts[key].numel for key in self._ordered(held))
+            length = self._length(held)
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()
 
@@ -182,9 +185,8 @@ class Arena:
         self._places, self._locals, stop = {}, [], self.state_stop
         for unit, items in members.items():
             for item in items:
-                whole = self._whole(unit, item)
-                if whole is not None:
-                    self._places[unit, item.spec.name] = whole
+                if not _is_local(item.spec, item.overlaps):
+                    self._places[unit, item.spec.name] = self._whole(unit, item)
                     continue
                 assert item.overlaps is not None
                 local = _Local(unit, item.spec, _shape(item), item.overlaps, stop)
@@ -193,16 +195,28 @@ class Arena:
                 stop = -(-local.stop // ALIGN) * ALIGN
         return stop
 
-    def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int] | None:
-        """Return the elements of the arena of which the parameter is the whole of one shard's; else ``None``."""
+    def _length(self, held: HeldPart) -> int:
+        """Return the length of the arena that :meth:`_lay` will make for ``held``."""
+        keys = self._ordered(held)
+        length = sum(self.layouts[key].numel for key in keys)
+        if held.place is None:
+            return length
+        units_with = Counter(
+            spec for _, spec in {(key[0], slot.spec) for key in keys for slot in self.layouts[key].slots}
+        )
+        for spec, units in units_with.items():
+            overlaps = self._interface.overlaps(spec, held.place)
+            if overlaps is not None and _is_local(spec, overlaps):
+                length += units * -(-_filled(overlaps).numel() // ALIGN) * ALIGN
+        return length
+
+    def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int]:
+        """Return the elements of the arena of the shard's parameter which ``item`` is, whole."""
         name = item.spec.name
         if item.overlaps is None:
             shards = [shard for (of, shard), where in self.slices.items() if of == unit and where.layout.has(name)]
         else:
             shards = [overlap.shard for overlap in item.overlaps]
-            box = tuple((0, size) for size in item.spec.shape)
-            if len(shards) > 1 or item.overlaps[0].remote != box:
-                return None
         if len(shards) != 1:
             raise ValueError(f"unit {unit}: parameter {name} without overlaps is in shards {shards}")
         slot, start = self._slot(unit, shards[0], name), self.slices[unit, shards[0]].start
@@ -230,14 +244,21 @@ class Arena:
             self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
         return gradient
 
-    def spread(self, values: torch.Tensor) -> None:
-        """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it."""
+    def spread(self, values: torch.Tensor, units: Collection[int] | None = None) -> None:
+        """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it.
+
+        ``units``: only of these.
+        """
         for local in self._locals:
+            if units is not None and local.unit not in units:
+                continue
             add(local.overlaps, values[local.start : local.stop].view(local.shape), self._remote(local, values))
 
-    def collect(self) -> None:
-        """Read the values of parameters with local storage from the spaces."""
+    def collect(self, units: Collection[int] | None = None) -> None:
+        """Read the values of parameters with local storage from the spaces. ``units``: only of these."""
         for local in self._locals:
+            if units is not None and local.unit not in units:
+                continue
             value = self.parameters[local.start : local.stop].view(local.shape)
             read(local.overlaps, value, self._remote(local, self.parameters))
 
@@ -261,6 +282,29 @@ class Arena:
     def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient that was computed outside of autograd, as autograd adds its own."""
         self._view_of[parameter].add_(gradient)
+
+    @contextmanager
+    def watching(self, units: Collection[int], told: Callable[[int], None]) -> Iterator[None]:
+        """Call ``told(unit)`` when autograd has accumulated a gradient for each parameter of one of ``units``.
+
+        On the thread that runs the backward, at the latest parameter. Not for a unit of which a parameter gets none.
+        """
+        handles = []
+        for unit in units:
+            missing = {item.parameter for item in self._interface.unit_parameters(unit)}
+
+            def note(parameter: torch.nn.Parameter, unit: int = unit, missing: set[Any] = missing) -> None:
+                if parameter in missing:
+                    missing.discard(parameter)
+                    if not missing:
+                        told(unit)
+
+            handles += [parameter.register_post_accumulate_grad_hook(note) for parameter in tuple(missing)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
         """Return the fp32 gradient of each parameter, in its shape, per unit."""
@@ -300,9 +344,18 @@ class Arena:
 
 def _shape(item: UnitParameter) -> torch.Size:
     """Return the shape of the live tensor; it may have no storage yet."""
-    if item.overlaps is None:
-        return torch.Size(item.spec.shape)
-    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(p.local for p in item.overlaps), strict=True))
+    return torch.Size(item.spec.shape) if item.overlaps is None else _filled(item.overlaps)
+
+
+def _filled(overlaps: Sequence[Overlap]) -> torch.Size:
+    """Return the shape of the local tensor that the overlaps fill."""
+    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(o.local for o in overlaps), strict=True))
+
+
+def _is_local(spec: ParamSpec, overlaps: Sequence[Overlap] | None) -> bool:
+    """Return whether a parameter is something else than the whole of one shard's: it needs storage of its own."""
+    whole = tuple((0, size) for size in spec.shape)
+    return overlaps is not None and (len(overlaps) > 1 or overlaps[0].remote != whole)
 
 
 def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:

@@ -15,7 +15,7 @@ its backward, where recomputation runs the forward again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -37,6 +37,7 @@ __all__ = [
     "Split",
     "current_key",
     "dropout_scope",
+    "placed",
     "sample_dropout",
 ]
 
@@ -54,6 +55,7 @@ class Site(IntEnum):
     CROSS_ATTENTION_PROBS = 3
     CROSS_ATTENTION_OUTPUT = 4
     MLP_OUTPUT = 5
+    ROUTER_INPUT = 6
 
 
 @dataclass(frozen=True)
@@ -299,10 +301,12 @@ def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[in
             raise ValueError(f"slice {offset} + {local} lies outside extent {extent}")
 
 
-def _place(x: Tensor, sample_dim: int, split: Split | Section | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (extent, offset) of a tensor that is sliced by ``split`` only."""
+def placed(
+    sizes: Sequence[int], sample_dim: int, split: Split | Section | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (extent, offset) of a tensor of ``sizes`` that is sliced by ``split`` only."""
     extent, offset = [], []
-    for dim, size in enumerate(x.shape):
+    for dim, size in enumerate(sizes):
         if dim == sample_dim:
             continue
         whole, start = split.place(size) if split is not None and dim == split.dim else (size, 0)
@@ -339,7 +343,7 @@ class SampleDropout(nn.Module):
         """Return ``x`` after dropout, in the same shape and dtype."""
         if not self.training or self.p == 0.0:
             return x
-        extent, offset = _place(x, self.sample_dim, self.split)
+        extent, offset = placed(x.shape, self.sample_dim, self.split)
         return _drop(x, None, self.p, self.unit, self.site, self.sample_dim, extent, offset)
 
     def extra_repr(self) -> str:
@@ -372,7 +376,7 @@ class BiasDropoutAdd:
                 x = x + bias
             if not training or prob == 0.0:
                 return residual + x
-            extent, offset = _place(x, self.sample_dim, self.split)
+            extent, offset = placed(x.shape, self.sample_dim, self.split)
             if x.shape != residual.shape:
                 raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
             return _drop(x, residual, prob, self.unit, self.site, self.sample_dim, extent, offset)

@@ -38,10 +38,10 @@ from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
+from megatron.elastic.plan.schedule.finishing import GRADIENT_OPS, final_actions
 
 __all__ = ["Executor", "Pass", "PassResult"]
 
-_GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
 
@@ -63,11 +63,19 @@ class Pass:
     timeline: Timeline
     folded: Callable[[], None]
     """Called after each backward of a piece (exact mode then adds up its gradients)."""
+    final: Callable[[frozenset[int]], AbstractContextManager[None]]
+    """Entered around the action after which the gradients of these compute units are final."""
+    between: Callable[[], None]
+    """Called after each action."""
+    aside: Callable[[], int]
+    """Returns the nanoseconds spent so far, inside computations, on communication that goes on behind them."""
     loss_scale: float = 1.0
     per_token: bool = False
     microbatches: float = 1.0
     """Micro-batches of the step on one replica at launch, without those that the plan leaves out."""
     training: bool = True
+    expert_bias: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → bias of its router, by expert."""
 
 
 @dataclass
@@ -82,13 +90,15 @@ class PassResult:
     """Samples that the results were really computed from."""
     contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
+    expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Unit → tokens that each of its experts received from here, where routers have a bias."""
     measured: PieceTimes = field(default_factory=PieceTimes)
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return (first unit, end unit) → nanoseconds of (forwards, backwards). Waits for the device."""
         sums: dict[tuple[int, int], tuple[int, int]] = {}
         for action in self.measured.read():
-            piece, spent = pieces[action.piece], action.end_ns - action.start_ns
+            piece, spent = pieces[action.piece], action.end_ns - action.start_ns - action.aside_ns
             if not piece.rows:  # its time is that of other cells
                 continue
             forward, backward = sums.get((piece.first, piece.end), (0, 0))
@@ -132,6 +142,7 @@ class Executor:
         self._clock = clock
         self._split = frozenset(a.piece for a in plan.table(cell.id) if a.op is Op.BACKWARD_INPUT)
         self._pieces = {piece.id: piece for piece in plan.pieces}
+        self._final = final_actions(plan, cell.id)
         self._cells = {c.id: c for c in plan.cells}
         self._into: dict[int, list[int]] = {}
         self._out_of: dict[int, list[int]] = {}
@@ -145,6 +156,11 @@ class Executor:
         self._deferred: dict[int, DeferredWeights] = {}
         self._receipts: dict[tuple[int, bool], Receipt] = {}
         self._local: dict[tuple[int, bool], torch.Tensor] = {}
+
+    @property
+    def finished_units(self) -> frozenset[int]:
+        """The compute units whose gradients this cell's table computes."""
+        return frozenset[int]().union(*self._final.values())
 
     @property
     def pieces(self) -> Mapping[int, Piece]:
@@ -161,14 +177,17 @@ class Executor:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult(measured=PieceTimes(self._clock))
         self._reset()
+        self._interface.set_expert_bias(work.expert_bias)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
-            for action in self._plan.table(self._cell.id):
+            for index, action in enumerate(self._plan.table(self._cell.id)):
                 if work.training or action.op not in _BACKWARD_OPS:
-                    self._perform(action, work, result)
-                if action.op in _GRADIENT_OPS:
+                    with work.final(self._final.get(index, frozenset())):
+                        self._perform(action, work, result)
+                if action.op in GRADIENT_OPS:
                     work.folded()
+                work.between()
             if self._deferred:
                 raise RuntimeError(f"the schedule computes no weight gradients for pieces {sorted(self._deferred)}")
             if work.training and self._running:
@@ -176,6 +195,7 @@ class Executor:
             self._transport.flush()
             if work.training:
                 result.report |= self._interface.layer_losses()
+                result.expert_tokens = self._interface.expert_tokens()
             if work.timeline.enabled:
                 self._draw(result, work.timeline)
         finally:
@@ -215,7 +235,7 @@ class Executor:
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
 
     def _draw(self, result: PassResult, timeline: Timeline) -> None:
-        for op, number, start_ns, end_ns in result.measured.read():
+        for op, number, start_ns, end_ns, _ in result.measured.read():
             piece = self._pieces[number]
             timeline.computed(op.value, piece.id, piece.first, piece.end, start_ns, end_ns)
 
@@ -349,7 +369,7 @@ class Executor:
 
 
 def _timed(action: Action, work: Pass, result: PassResult) -> AbstractContextManager[None]:
-    return result.measured.around(action, work.drag)
+    return result.measured.around(action, work.drag, work.aside)
 
 
 def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:

@@ -44,9 +44,13 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks that exchange tokens, and the *homes* of experts among them: each expert is on one rank of a crew."""
+    """The ranks that exchange tokens, and the *homes* of experts among them.
+
+    The home of an expert is one rank of a crew, or the ranks of a tensor-parallel group with a part of it each.
+    """
 
     ranks: tuple[int, ...]
+    """Those of each of its cells together."""
     experts: tuple[tuple[int, ...], ...]
     """The experts of each of these ranks, ascending."""
 
@@ -132,6 +136,12 @@ class ModelInterface(Protocol):
         a cell of that size cannot compute the model.
         """
 
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
+        """Return the ``overlaps`` (:class:`UnitParameter`) that a parameter has while units are held at ``place``.
+
+        On any thread, and of any parameter of the model.
+        """
+
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer that one rank of a cell of ``count`` ranks computes, in millionths.
 
@@ -157,6 +167,9 @@ class ModelInterface(Protocol):
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""
+
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """Return how many positions of a row multiply a matrix of any unit, in parts per million of all."""
 
     def forward(
         self,
@@ -185,6 +198,12 @@ class ModelInterface(Protocol):
         For a piece whose backward is split: enter it around the forward, and again around the input gradients.
         """
 
+    def announcing(self, told: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Return a context in which forward passes call ``told(unit)`` before they read a compute unit's parameters.
+
+        Also for units whose parameters they read again, as when activations are recomputed.
+        """
+
     def reads_data(self) -> bool:
         """Return whether this rank reads the data set itself; the model code sends the data to the rest of the cell."""
 
@@ -207,6 +226,15 @@ class ModelInterface(Protocol):
         """Return name → (sum, number of values) of these losses since :meth:`weigh_layer_losses`, over the cell.
 
         Collective in the cell.
+        """
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """Use ``bias`` (unit → one number an expert) in the routers of layers from now on; empty: they have none."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """Return unit → tokens that each expert received from this rank since :meth:`weigh_layer_losses`.
+
+        Only of routers with a bias.
         """
 
     def train(self, mode: bool) -> None:

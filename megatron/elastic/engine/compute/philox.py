@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "philox"]
+__all__ = ["keep_mask", "philox", "random_words"]
 
 _WORD = (1 << 32) - 1
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -75,6 +75,35 @@ def keep_mask(
     device: torch.device,
 ) -> Tensor:
     """Return a boolean tensor of shape ``sizes``: True where the element is kept."""
+    words = random_words(
+        sizes=sizes,
+        sample_dim=sample_dim,
+        extent=extent,
+        offset=offset,
+        seed=seed,
+        step=step,
+        unit=unit,
+        site=site,
+        samples=samples,
+        device=device,
+    )
+    return words >= drop_below
+
+
+def random_words(
+    *,
+    sizes: Sequence[int],
+    sample_dim: int,
+    extent: Sequence[int],
+    offset: Sequence[int],
+    seed: int,
+    step: int,
+    unit: int,
+    site: int,
+    samples: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Return an int64 tensor of shape ``sizes``: the 32-bit word of each element."""
     d0, d1, d2, d3 = philox((step & _WORD, step >> 32, unit, site), (seed & _WORD, seed >> 32))
     assert isinstance(d0, int) and isinstance(d1, int)
     shape = [1] * len(sizes)
@@ -88,4 +117,4 @@ def keep_mask(
     chosen = torch.zeros(list(sizes), dtype=torch.int64, device=device)
     for lane, word in enumerate(words):
         chosen = torch.where(wanted == lane, word, chosen)
-    return chosen >= drop_below
+    return chosen

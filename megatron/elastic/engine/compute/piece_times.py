@@ -21,6 +21,10 @@ __all__ = ["HOST_CLOCK", "Clock", "DeviceClock", "HostClock", "PieceTimes", "Tim
 class Clock(Protocol):
     """Marks moments in the order of the work that this thread calls."""
 
+    @property
+    def on_host(self) -> bool:
+        """True if work that the host does beside a computation takes from its time."""
+
     def mark(self) -> Any:
         """Return the moment when all work called so far is done. Does not wait."""
 
@@ -30,6 +34,8 @@ class Clock(Protocol):
 
 class HostClock:
     """For work that is done when its call returns."""
+
+    on_host = True
 
     def mark(self) -> int:
         """See :meth:`Clock.mark`."""
@@ -45,6 +51,7 @@ class DeviceClock:
     """For work of the current stream of ``platform``'s current device."""
 
     platform: Platform
+    on_host: bool = False
 
     def mark(self) -> StreamEvent:
         """See :meth:`Clock.mark`."""
@@ -78,6 +85,8 @@ class Timed(NamedTuple):
     piece: int
     start_ns: int
     end_ns: int
+    aside_ns: int
+    """Of it, for other work than the piece's."""
 
 
 @dataclass
@@ -85,26 +94,32 @@ class PieceTimes:
     """The computations of a pass, in the order of their calls."""
 
     clock: Clock = HOST_CLOCK
-    _marked: list[tuple[Op, int, Any, Any]] = field(default_factory=list)
+    _marked: list[tuple[Op, int, Any, Any, int]] = field(default_factory=list)
     _read: list[Timed] = field(default_factory=list)
 
     @contextmanager
-    def around(self, action: Action, drag: Callable[[Callable[[], int]], None]) -> Iterator[None]:
-        """Measure the block. ``drag`` is called behind it, with a function that waits for it and returns its ns."""
-        start = self.clock.mark()
+    def around(
+        self, action: Action, drag: Callable[[Callable[[], int]], None], aside: Callable[[], int] = lambda: 0
+    ) -> Iterator[None]:
+        """Measure the block. ``drag`` is called behind it, with a function that waits for it and returns its ns.
+
+        ``aside`` returns the ns that this thread has spent so far on other work than pieces.
+        """
+        start, before = self.clock.mark(), aside()
         yield
+        apart = aside() - before if self.clock.on_host else 0
 
         def spent() -> int:
             first, last = self.clock.nanoseconds([start, self.clock.mark()])
-            return last - first
+            return last - first - apart
 
         drag(spent)
-        self._marked.append((action.op, action.piece, start, self.clock.mark()))
+        self._marked.append((action.op, action.piece, start, self.clock.mark(), apart))
 
     def read(self) -> list[Timed]:
         """Return the times of all computations so far; waits until the device has done them."""
         marked, self._marked = self._marked, []
-        moments = self.clock.nanoseconds([mark for *_, start, end in marked for mark in (start, end)])
-        for (op, piece, *_), start_ns, end_ns in zip(marked, moments[::2], moments[1::2], strict=True):
-            self._read.append(Timed(op, piece, start_ns, end_ns))
+        moments = self.clock.nanoseconds([mark for _, _, start, end, _ in marked for mark in (start, end)])
+        for (op, piece, _, _, apart), start_ns, end_ns in zip(marked, moments[::2], moments[1::2], strict=True):
+            self._read.append(Timed(op, piece, start_ns, end_ns, apart))
         return list(self._read)

@@ -14,7 +14,7 @@ contributors are exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -25,6 +25,7 @@ from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.clocks import ClockState
 from megatron.elastic.engine.compute.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
+from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import Agreed, Rate
 
@@ -116,6 +117,8 @@ class Tally:
     """Voters whose loss function reports a name that the layout has no slot for."""
     rates: tuple[Rate, ...] = ()
     """Rates by parameter group, from the lowest living rank alone: cosines of two ranks may differ in the last bit."""
+    expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Unit → tokens that each of its experts received from this rank, where routers have a bias."""
     rows: tuple[int, ...] = ()
     """Rows of ``ledger.samples``, ascending. Not part of the vector; part of the report if the vote is interrupted."""
 
@@ -131,10 +134,16 @@ class VoteLayout:
     """Cells whose clocks are voted on."""
     groups: int = 0
     """Parameter groups, each with a learning rate and a weight decay."""
+    balance: ExpertBalance | None = None
+    """Layers whose tokens are counted by expert."""
 
     @property
     def size(self) -> int:
         """Length of the vector."""
+        return self._tokens_at + (0 if self.balance is None else self.balance.size)
+
+    @property
+    def _tokens_at(self) -> int:
         return self._rates_at + 2 * self.groups
 
     @property
@@ -191,6 +200,10 @@ class VoteLayout:
         start = self._rates_at
         for i, rate in enumerate(tally.rates):
             vector[start + 2 * i], vector[start + 2 * i + 1] = rate.lr, rate.weight_decay
+        if self.balance is not None:
+            counted = (tally.expert_tokens.get(unit, (0,) * self.balance.experts) for unit in self.balance.units)
+            tokens = [count for counts in counted for count in counts]
+            vector[self._tokens_at :] = torch.tensor(tokens, dtype=torch.float64)
         return vector
 
     def unpack(self, vector: torch.Tensor) -> Tally:
@@ -235,7 +248,17 @@ class VoteLayout:
             },
             report={key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)},
             rates=tuple(Rate(rates[2 * i], rates[2 * i + 1]) for i in range(self.groups)),
+            expert_tokens=self._tokens(values[self._tokens_at :]),
         )
+
+    def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
+        if self.balance is None:
+            return {}
+        each = self.balance.experts
+        return {
+            unit: tuple(int(value) for value in values[at * each : (at + 1) * each])
+            for at, unit in enumerate(self.balance.units)
+        }
 
 
 def wishes(tally: Tally, requests: Pending) -> None:

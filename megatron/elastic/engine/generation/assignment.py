@@ -95,7 +95,7 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index)))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id)))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
@@ -120,15 +120,20 @@ class Assignment:
             self.rehomed
         )
 
-    def _crew(self, cell: int, index: int) -> Crew | None:
-        """Return the crew of the rank that is the ``index``-th of ``cell``."""
+    def _crew(self, cell: int) -> Crew | None:
+        """Return the crew of the ranks of ``cell``; the launch's for a cell that is not whole, whose ranks wait."""
         crew = next((crew for crew in self._crews if cell in crew), ())
-        members = [member for member in crew if self._experts[member]]
-        if cell not in members:
+        if not crew:
             return None
+        launch = self.launch_topology
+        experts = [self._experts[member] for member in crew]
+        if not experts[crew.index(cell)]:
+            experts = [launch.experts_at(at) for at in range(len(crew))]
+        members = [(at, member) for at, member in enumerate(crew) if experts[at]]
+        homes = [launch.experts_of_ranks(at, experts[at]) for at, member in members]
         return Crew(
-            tuple(self.cells[member].ranks[index] for member in members),
-            tuple(self._experts[member] for member in members),
+            tuple(rank for _, member in members for rank in self.cells[member].ranks),
+            tuple(mine for ranks in homes for mine in ranks),
         )
 
     def crewed(self, living: Collection[int]) -> Assignment:
@@ -198,8 +203,9 @@ class Assignment:
 
     def _shards_of(self, rank: int, covered: Covered) -> Callable[[int], tuple[int, ...]]:
         """Return unit → the shards that ``rank``, a member of a cell, covers, and the spaces of its experts."""
-        cell, place = self._places[rank]
-        experts = tuple(map(self.launch_topology.expert_shard, self._experts.get(cell, ())))
+        _, place = self._places[rank]
+        mine = () if place.crew is None else place.crew.experts_of(rank)
+        experts = tuple(self.launch_topology.expert_shard(expert, place.index) for expert in mine)
         return lambda unit: (*self.shards_at(unit, place.position, covered), *experts)
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:

@@ -13,6 +13,7 @@ gives them units.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.model import Cell, Grid
@@ -41,7 +42,9 @@ class LaunchTopology:
     experts: int = 0
     """Number of experts of a layer, where ranks share them; 0: each rank of a stage has all experts of its layers."""
     crew_size: int = 1
-    """Number of adjacent replicas that share the experts: Megatron's expert-parallel size."""
+    """Number of adjacent replicas that share the experts."""
+    expert_parts: int = 1
+    """Ranks of a cell that have a part of each of its experts: all of them, or 1 where an expert is whole on a rank."""
 
     @property
     def slots(self) -> int:
@@ -73,14 +76,34 @@ class LaunchTopology:
         """Shard numbers of a unit's state, the common part's last."""
         return tuple(range(self.tensor)) if self.common is None else (*range(self.tensor), self.common)
 
-    def expert_shard(self, expert: int) -> int:
-        """Return the shard number of an expert's space, behind those of :attr:`shards`."""
-        return len(self.shards) + expert
+    def expert_shard(self, expert: int, index: int = 0) -> int:
+        """Return the shard number of an expert's space, or of the part on the ``index``-th rank of a cell.
+
+        They are behind those of :attr:`shards`.
+        """
+        return len(self.shards) + expert * self.expert_parts + (index if self.expert_parts > 1 else 0)
 
     def experts_at(self, index: int) -> tuple[int, ...]:
         """Return the experts that the ``index``-th replica of a crew has at launch."""
         each = self.experts // self.crew_size
         return tuple(range(index * each, (index + 1) * each))
+
+    def experts_of_ranks(self, index: int, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return how the ``index``-th cell of a crew has ``experts`` on its ranks, in the order of these.
+
+        Each rank has a part of all, or whole ones: those that it has at launch, and of the others as many as the rest.
+        """
+        if self.expert_parts == self.tensor:
+            return (tuple(experts),) * self.tensor
+        launched = self.experts_at(index)
+        each = len(launched) // self.tensor
+        found = [
+            [expert for expert in launched[at * each : (at + 1) * each] if expert in experts]
+            for at in range(self.tensor)
+        ]
+        for expert in sorted(set(experts) - set(launched)):
+            min(found, key=len).append(expert)
+        return tuple(tuple(sorted(mine)) for mine in found)
 
     def rank(self, shard: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch."""
@@ -93,7 +116,7 @@ class LaunchTopology:
     def shard_of(self, rank: int, spec: ParamSpec) -> int:
         """Return the shard number under which state has a parameter of ``rank`` at launch."""
         if spec.expert is not None:
-            return self.expert_shard(spec.expert)
+            return self.expert_shard(spec.expert, self.shard(rank))
         return self.shard(rank) if spec.sharded or self.common is None else self.common
 
     def place(self, rank: int) -> tuple[int, int, int] | None:

@@ -9,7 +9,8 @@ cells' speeds. With more cells than at launch, the best cut for all of them is t
 further replicas; after a reshape they wait.
 
 Before costs are measured, a unit's cost is estimated from its matrices: two floating-point
-operations a parameter and position forward, four backward.
+operations forward and four backward, for each parameter and position that multiplies it (of
+experts some do). So layers of different kinds differ in cost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
 from megatron.elastic.plan.topology import with_speeds
-from megatron.elastic.state.layout import UnitLayout, UnitShard
+from megatron.elastic.state.layout import ParamSpec, UnitLayout, UnitShard
 
 __all__ = ["Recut", "all_cells_present", "better_assignment", "unmeasured_profile"]
 
@@ -109,13 +110,15 @@ def unmeasured_profile(
     itemsize: int,
     activation_bytes: Callable[[int], int],
     state_bytes: int,
+    used_ppm: Callable[[ParamSpec], int] = lambda spec: PPM,
 ) -> Profile:
     """Return costs from sizes: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
 
     ``activation_bytes(unit)``: bytes that a row's forward keeps; ``state_bytes``: bytes of all copies of a
-    parameter's optimizer state together.
+    parameter's optimizer state together; ``used_ppm``: of a matrix, the positions that multiply it.
     """
-    multiplied = [_multiplied(launch_topology, layouts, unit) for unit in range(launch_topology.compute_units)]
+    units_of = range(launch_topology.compute_units)
+    multiplied = [_multiplied(launch_topology, layouts, unit, used_ppm) for unit in units_of]
     typical = sorted(multiplied)[len(multiplied) // 2]
     units = []
     for unit, parameters in enumerate(multiplied):
@@ -139,13 +142,19 @@ def unmeasured_profile(
     return Profile(tuple(units))
 
 
-def _multiplied(launch_topology: LaunchTopology, layouts: Mapping[UnitShard, UnitLayout], unit: int) -> int:
-    """Return the elements of a unit's matrices on one rank; the output layer has the tied matrix, if any."""
+def _multiplied(
+    launch_topology: LaunchTopology,
+    layouts: Mapping[UnitShard, UnitLayout],
+    unit: int,
+    used_ppm: Callable[[ParamSpec], int],
+) -> int:
+    """Return the elements a position of a unit's matrices on one rank; the output layer has the tied one, if any."""
     units = [unit]
     if unit == launch_topology.compute_units - 1 and launch_topology.tied_unit is not None:
         units.append(launch_topology.tied_unit)
     held = [layout for unit in units for layout in _of_one_rank(launch_topology, layouts, unit)]
-    return sum(slot.spec.numel for layout in held for slot in layout.slots if len(slot.spec.shape) > 1)
+    matrices = [slot.spec for layout in held for slot in layout.slots if len(slot.spec.shape) > 1]
+    return sum(spec.numel * used_ppm(spec) // PPM for spec in matrices)
 
 
 def _of_one_rank(
@@ -153,5 +162,6 @@ def _of_one_rank(
 ) -> list[UnitLayout]:
     """Return the layouts of a unit's state on the first rank of a tensor-parallel group at launch."""
     common = () if launch_topology.common is None else (launch_topology.common,)
-    shards = (0, *common, *map(launch_topology.expert_shard, launch_topology.experts_at(0)))
+    experts = launch_topology.experts_of_ranks(0, launch_topology.experts_at(0))[0]
+    shards = (0, *common, *map(launch_topology.expert_shard, experts))
     return [layouts[unit, shard] for shard in shards if (unit, shard) in layouts]

@@ -30,7 +30,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import ranges_of
-from megatron.elastic.state.record import GradientKey, Vote, advance
+from megatron.elastic.state.record import Agreed, GradientKey, Vote, advance
 
 __all__ = ["StepCommit"]
 
@@ -98,9 +98,13 @@ class StepCommit:
         return self._context.record.version if self._attempt is None else self._attempt.step.step
 
     def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
-        """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient."""
+        """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient.
+
+        None where routers have a bias: the tokens that a lost rank counted are lost with it, also those of rows whose
+        loss a survivor reports.
+        """
         attempt = self._attempt
-        if attempt is None or attempt.tally is None:
+        if attempt is None or attempt.tally is None or self._context.tools.settings.hyper.balance is not None:
             return {}
         known = (*attempt.tally.rows, *attempt.skipped)  # a row left out has no loss to report
         return {attempt.key: [(row, row + 1) for row in known]}
@@ -130,6 +134,8 @@ class StepCommit:
         self.computed = work.address.size - len(skipped)
         at.tools.reach("after_prepare", step)
         self._migrator.link_is_free()
+        if work.left_out:
+            at.settle_parameters()
         result, computing = (None, 0.0) if work.left_out else self._reduced(attempt)
         with at.timer.phase("ship"):
             self._migrator.agree(computing)
@@ -154,7 +160,10 @@ class StepCommit:
         at, step = self._context, attempt.step.step
         began = at.tools.threads.monotonic()
         with at.timer.phase("compute"):
-            result = at.body.train(attempt.step, at.record.loss_scale)
+            # A migration under way may change between reducing and shipping to whom gradients go: ship then.
+            ships = not self._migrator.under_way
+            result = at.body.train(attempt.step, at.record, attempt.key, ships, at.gathering)
+            at.settle_parameters()
         computing = at.tools.threads.monotonic() - began
         self._migrator.link_is_taken()
         at.tools.reach("before_reduce", step)
@@ -196,6 +205,7 @@ class StepCommit:
                 ranges_of(at.view.plan),
                 self._rebalancer.clocked_cells(),
                 groups=len(rates),
+                balance=at.tools.settings.hyper.balance,
             )
             at.tools.reach("before_vote", step)
             at.agreement.membership.await_begin(at.agreement.timeout)
@@ -263,6 +273,7 @@ class StepCommit:
             agreed=agreed_by(total, attempt.requests),
             speeds=self._migrator.heading.assignment.same_cells(view.assignment, self._rebalancer.pace.speeds()),
             rates=total.rates,
+            expert_tokens=total.expert_tokens,
         )
 
     # -- after it ------------------------------------------------------------------
@@ -291,16 +302,30 @@ class StepCommit:
         self._migrator.updated()
         at = self._context
         step = at.record.version
-        if at.parameters < step:
-            if not at.record.skipped or catching_up or at.parameters < step - 1:
-                with at.timer.phase("gather"):
+        if at.parameters < step and at.gathering is None:
+            gathers = not at.record.skipped or catching_up or at.parameters < step - 1
+            with at.timer.phase("gather"):
+                if gathers and not catching_up and self._goes_on():
+                    at.gathering = at.body.begin_gather(step)
+                elif gathers:
                     at.body.gather(step, self._migrator.came)
-            at.parameters = step
+            if at.gathering is None:
+                at.parameters = step
         at.tools.reach("after_gather", step)
         self._migrator.link_is_free()
         self._migrator.prove()
         if at.tools.relocation is not None:
             at.tools.relocation.follow(at.view.owned)
+
+    def _goes_on(self) -> bool:
+        """Return whether the next step follows in this generation, so that the gather may go on behind its forward.
+
+        The same on every rank. A migration that the vote has ended takes a certificate of the parameters now.
+        """
+        at = self._context
+        steps = at.tools.settings.steps
+        last = steps is not None and at.record.version >= steps
+        return at.body.overlap.gather and not last and at.record.agreed == Agreed() and not self._migrator.has_ended
 
     def result(self) -> StepResult:
         """Return the newest step in the form that the host's loop expects."""

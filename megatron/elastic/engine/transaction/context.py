@@ -15,7 +15,9 @@ from megatron.elastic.engine.generation.configuration import Configuration, Hist
 from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Injector
+from megatron.elastic.engine.settings import Overlap
 from megatron.elastic.engine.transaction.agreement import Agreement
+from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.listener import Listener
 from megatron.elastic.engine.transaction.phases import StepBody, Tools
 from megatron.elastic.observe.phases import PhaseTimer
@@ -42,6 +44,8 @@ class Context:
     listener: Listener = field(default_factory=Listener)
     parameters: int = 0
     """Version of the parameters; lower than the record's until the step's gather."""
+    gathering: BackgroundGather | None = None
+    """The gather of the record's parameters, while it goes on behind the next forward."""
     needs_rebalance: bool = False
     """True if blocks may be out of balance or short of mirrors."""
     settled_at: int = 0
@@ -62,9 +66,19 @@ class Context:
     def body(self) -> StepBody:
         """The phases of a step under the present view."""
         if self._body is None or self._body[0] is not self.view:
-            interval = self.views.config.verify_interval
-            self._body = self.view, StepBody(self.tools, self.view, interval)
+            config = self.views.config
+            self._body = self.view, StepBody(self.tools, self.view, Overlap.of(config), config.verify_interval)
         return self._body[1]
+
+    def settle_parameters(self) -> None:
+        """Wait until the parameters are of the record's version, if their gather is under way. Raises ``CommError``."""
+        if self.gathering is not None:
+            self.gathering.complete()
+            self.parameters, self.gathering = self.gathering.version, None
+
+    def abandon_gather(self) -> None:
+        """Forget a gather that a change of generation ends: parameters have no values until the next one."""
+        self.gathering = None
 
     def take_configuration(self, configuration: Configuration) -> None:
         """Change this generation's configuration."""

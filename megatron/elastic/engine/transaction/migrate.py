@@ -84,6 +84,11 @@ class Migrator:
         view = self._context.view
         return self._under_way().migration.target if self._concluded else view.configuration
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the vote of the present step has ended a migration."""
+        return self._ended is not None
+
     def ready(self, seconds: float) -> bool:
         """Return whether this rank's part is done, or should be after ``seconds``, the computing time of a step.
 

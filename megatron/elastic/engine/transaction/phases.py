@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
-from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes, block_checksums, disputes
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
@@ -36,11 +36,16 @@ from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, st
 from megatron.elastic.engine.compute.replicas import unequal_replicas
 from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
+from megatron.elastic.engine.generation.buckets import Cut, buckets_of
 from megatron.elastic.engine.generation.view import GroupSpan, Routes, View, routes
-from megatron.elastic.engine.settings import Settings
+from megatron.elastic.engine.settings import Overlap, Settings
+from megatron.elastic.engine.transaction.background_gather import BackgroundGather
+from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
+from megatron.elastic.engine.transaction.shipment import Shipment, packed_gradients, take_gradients
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
+from megatron.elastic.plan.schedule.finishing import finishing_order
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import StateBlock, UnitLayout
@@ -53,6 +58,10 @@ __all__ = ["StepBody", "StepInput", "Tools"]
 
 _SHIP_TAG = 1 << 30
 _RELAY_TAG = _SHIP_TAG + 0x400
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -99,11 +108,16 @@ class StepInput:
 class StepBody:
     """The phases of steps within one generation."""
 
-    def __init__(self, tools: Tools, view: View, verify_interval: int = 0) -> None:
+    def __init__(self, tools: Tools, view: View, overlap: Overlap, verify_interval: int = 0) -> None:
         self._tools = tools
+        self.overlap = overlap
         self._verify_interval = verify_interval
         self._view = view
         self.disputes = Disputes()
+        self._background: BackgroundReduce | None = None
+        self._order = finishing_order(
+            view.plan, sorted({unit for unit, _ in tools.layouts}), tools.interface.compute_units
+        )
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
@@ -124,20 +138,47 @@ class StepBody:
 
     # -- compute ---------------------------------------------------------------
 
-    def train(self, step: StepInput, loss_scale: float) -> PassResult:
-        """Run :meth:`compute` once, or in exact mode until all gradients are in range. Raises ``OutOfRange``."""
+    def train(
+        self, step: StepInput, record: StepRecord, key: GradientKey, ships: bool, gathering: BackgroundGather | None
+    ) -> PassResult:
+        """Run :meth:`compute` once, or in exact mode until all gradients are in range. Raises ``OutOfRange``.
+
+        ``key``: of the gradients. ``ships``: they go to the copies of the present placement, which is known already.
+        ``gathering``: the gather of the parameters, if it is under way; it is over on return.
+        """
         exact = self._tools.exact
         if exact is None:
-            return self.compute(step, loss_scale)
-        for places in resolutions(loss_scale):
+            self._background = self._behind(step.step, key, ships) if self.overlap.reduce else None
+            return self.compute(step, record, gathering)
+        for places in resolutions(record.loss_scale):
             exact.begin(places)
-            result = self.compute(step, loss_scale)
+            result = self.compute(step, record, gathering)
             if exact.agreed(self._tools.fabric.world):
                 return result
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
-    def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
-        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing.
+    def _behind(self, step: int, key: GradientKey, ships: bool) -> BackgroundReduce:
+        """Return what reduces, and ships, the gradients of ``key`` while they are computed."""
+        tools, view, shipment = self._tools, self._view, None
+        if ships and tools.pool.snapshot == "gradient":
+            tag = _SHIP_TAG + (step & 0xFF)
+            cut = Cut(self._order, self.overlap.bucket)
+            shipment = Shipment(tools, view.routes, key, cut, self._verify_interval, tag)
+        early = not self._compares(step) and all(tools.fabric.begins_at_once(span.group) for span in view.spans)
+        computed = frozenset[int]() if self._executor is None else self._executor.finished_units
+        return BackgroundReduce(tools, view, key, Cut(self._order, self.overlap.bucket), computed, shipment, early)
+
+    def compute(
+        self,
+        step: StepInput,
+        record: StepRecord,
+        gathering: BackgroundGather | None = None,
+        *,
+        training: bool = True,
+    ) -> PassResult:
+        """Run forward (and backward) of this rank's pieces at ``record``; a parked rank computes nothing.
+
+        ``gathering``: wait for the parameters of each unit when it is computed.
 
         Raises ``RuntimeError`` if a recovery or a migration has left parameters without values (rule 31).
         """
@@ -145,12 +186,17 @@ class StepBody:
         if training:
             tools.arena.zero_gradients()
         if self._executor is None:
+            if gathering is not None:
+                gathering.complete()
             return PassResult()
-        if not tools.arena.filled:
+        if gathering is None and not tools.arena.filled:
             raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
-        grid = self._view.plan.grid
+        grid, balance = self._view.plan.grid, tools.settings.hyper.balance
+        behind = self._background if training and self._background is not None and self._background.early else None
+        if behind is not None:
+            behind.begin()
         work = Pass(
             step=step.step,
             address=step.address,
@@ -160,27 +206,38 @@ class StepBody:
             reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
             drag=lambda spent: tools.drag(step.step, spent),
             timeline=tools.timeline,
-            loss_scale=loss_scale,
+            loss_scale=record.loss_scale if training else 1.0,
             per_token=tools.settings.per_token_loss,
             # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over replicas, so
             # a loss scale overflows at the same values as in Megatron.
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
+            expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
+            final=_at_no_end if behind is None else behind.final,
+            between=_nothing if behind is None else behind.advance,
+            aside=lambda: sum(one.aside_ns for one in (behind, gathering) if one is not None),
         )
-        result = self._executor.run(work)
-        if training:
+        with nullcontext() if gathering is None else tools.interface.announcing(gathering.wait_for):
+            result = self._executor.run(work)
+        if gathering is not None:
+            gathering.complete()
+        if training and behind is None:
             gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
             tools.interface.finish_gradients(gradients)
-            if self._verify_interval and (step.step - 1) % self._verify_interval == 0:
+            if self._compares(step.step):
                 self._compare_replicas(step.step, gradients)
         return result
+
+    def _compares(self, step: int) -> bool:
+        """Return whether the gradients of this step are compared within this rank's cell."""
+        cell, interval = self._view.cell, self._verify_interval
+        return cell is not None and len(cell.ranks) > 1 and interval > 0 and (step - 1) % interval == 0
 
     def _compare_replicas(self, step: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Raise ``CertificateError`` on every rank of the cell if gradients of replicated parameters differ in it."""
         cell, fabric = self._view.cell, self._tools.fabric
-        if cell is None or len(cell.ranks) == 1:
-            return
+        assert cell is not None
         unequal = unequal_replicas(self._tools.interface, gradients, fabric.group("tensor", cell.ranks))
         if unequal:
             raise CertificateError([f"step {step}: gradients of {name} differ within a cell" for name in unequal])
@@ -201,6 +258,13 @@ class StepBody:
 
     def reduce(self, key: GradientKey) -> None:
         """Sum gradients over each unit group. Owners receive the sums and retain them under ``key``."""
+        if self._background is not None:
+            self._background.complete()
+        else:
+            self._reduce_spans(key)
+        self._relay(key)
+
+    def _reduce_spans(self, key: GradientKey) -> None:
         tools = self._tools
         tools.arena.spread(tools.arena.gradients)
         for start, stop in self._view.silent:
@@ -219,6 +283,10 @@ class StepBody:
         here = [block for block in self._view.owned if self._computes(block)]
         tools.pool.retain_all(key, {block.key: tools.arena.block_gradients(block) for block in here})
 
+    def _relay(self, key: GradientKey) -> None:
+        """Send sums from delegates to the owners that do not compute the units."""
+        tools = self._tools
+
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
             for block, gradient in zip(blocks, parts, strict=True):
                 tools.pool.retain(block.key, key, gradient)
@@ -230,6 +298,7 @@ class StepBody:
             1,
             0,
             _RELAY_TAG + ((key.step + 1) & 0xFF),
+            lambda: tools.reach("in_relay_to_owner", key.step + 1),
         )
 
     def _computes(self, block: StateBlock) -> bool:
@@ -248,6 +317,13 @@ class StepBody:
         owner has left, the right copy could no longer be told from the wrong one.
         """
         tools, way = self._tools, self._view.routes
+        shipment = None if self._background is None else self._background.shipment
+        if shipment is not None:
+            if named is not self._view.placement:
+                raise RuntimeError("gradients were shipped to the copies of another placement than the vote is to name")
+            shipment.complete()
+            self.disputes = shipment.disputes
+            return
         pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
         if named is not self._view.placement:
             holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
@@ -256,13 +332,10 @@ class StepBody:
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            parts = [pool.get(block.key).host_gradient(gradient_key) for block in blocks]
-            return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
+            return packed_gradients(pool, blocks, gradient_key, interval)
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
-            for block, gradient in zip(blocks, parts, strict=True):
-                pool.retain(block.key, gradient_key, gradient)
-            self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
+            self.disputes.add(take_gradients(pool, blocks, gradient_key, interval, parts, sealed))
 
         self._exchange(way, pack, unpack, 1, CHECKSUM_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
 
@@ -313,10 +386,12 @@ class StepBody:
         width: int,
         extra: int,
         tag: int,
+        under_way: Callable[[], object] = _nothing,
     ) -> None:
         """Send one message from every owner to each rank that its blocks go to.
 
-        It has ``width`` fp32 values an element, followed by ``extra`` values a block.
+        It has ``width`` fp32 values an element, followed by ``extra`` values a block. ``under_way`` is called when
+        this rank's messages have begun, if it has any.
         """
         tools = self._tools
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
@@ -328,6 +403,8 @@ class StepBody:
         for mirror, blocks in way.outgoing.items():
             packed = pack(blocks)
             leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
+        if arriving or leaving:
+            under_way()
         for work, buffer, blocks, owner in arriving:
             tools.publish("mirror", (owner,))
             work.wait()
@@ -352,6 +429,7 @@ class StepBody:
             suspects=len(self.disputes.contents),
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
+            expert_tokens=result.expert_tokens,
         )
         self.weigh(tally, key)
         return tally
@@ -402,6 +480,32 @@ class StepBody:
         copies of all its blocks, each uses its own copies, which are of this version.
         """
         tools, view = self._tools, self._view
+        self._fill(step, came)
+        for span in view.spans:
+            if span is view.spans[-1]:
+                tools.reach("mid_gather", step)
+            if len(span.members) == 1:
+                continue
+            tools.publish("gather", span.members)
+            for start, stop, blocks in self._gathered(span, came):
+                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
+        tools.arena.collect()
+        tools.arena.filled = True
+
+    def begin_gather(self, step: int) -> BackgroundGather:
+        """Begin the gather, for the next forward to wait for unit by unit."""
+        tools = self._tools
+        self._fill(step)
+        tools.reach("mid_gather", step)
+        units = range(1 + max(self._order, default=-1))
+        shared = units[tools.interface.compute_units :]
+        cut = Cut((*shared, *units[: tools.interface.compute_units]), self.overlap.bucket)
+        buckets = buckets_of(self._view.spans, tools.arena.slices, cut, tools.interface.compute_units)
+        return BackgroundGather(tools, buckets, step)
+
+    def _fill(self, step: int, came: Collection[int] = ()) -> None:
+        """Write the masters of this rank's blocks into the arena, and bring those of owners elsewhere to delegates."""
+        tools, view = self._tools, self._view
         mirrored = (block for block in view.mirrored if block.unit in came)
         here = filter(self._computes, (*view.owned, *mirrored))
         tools.arena.set_parameters([(block, tools.pool.get(block.key).master) for block in here])
@@ -416,17 +520,8 @@ class StepBody:
             1,
             0,
             _RELAY_TAG + 0x100 + (step & 0xFF),
+            lambda: tools.reach("in_relay_to_delegate", step),
         )
-        for span in view.spans:
-            if span is view.spans[-1]:
-                tools.reach("mid_gather", step)
-            if len(span.members) == 1:
-                continue
-            tools.publish("gather", span.members)
-            for start, stop, blocks in self._gathered(span, came):
-                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
-        tools.arena.collect()
-        tools.arena.filled = True
 
     def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
         """Yield ranges ``[start, stop)`` of the arena to gather, with their blocks relative to ``start``."""
@@ -450,8 +545,8 @@ def _nowhere(point: str) -> None:
     return None
 
 
-def _nothing() -> None:
-    return None
+def _at_no_end(units: frozenset[int]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _put(pool: StatePool, block: StateBlock, state: torch.Tensor, version: int) -> None:

@@ -76,6 +76,7 @@ class Recovery:
         """
         at = self._context
         started = at.tools.threads.monotonic()
+        at.abandon_gather()
         while True:
             try:
                 self._explain(error)

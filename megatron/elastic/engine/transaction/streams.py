@@ -18,7 +18,9 @@ A loss before that vote is known leaves the old configuration in force, with eve
 missing then. Copies that arrived whole are kept and count (``BlockReceiver.keep``, ``protocol.all_copies``).
 
 Between the end of a rank's computation and its gather, the step itself uses the full link. A stream that sent
-then would delay the step, so streams send while their rank computes.
+then would delay the step, so streams send while their rank computes. Then too a rank sends messages: those between the
+ranks of its cell and to the next stage. Its streams take turns, so that such a message waits for one piece of a stream
+(``comm/side_channel.py``) and not for one piece a peer. Urgent streams, and those that all ranks wait for, do not.
 
 Memory: a sender holds one block and at most ``window_bytes`` of gradients, a
 receiver one message beside the copies it has received.
@@ -26,7 +28,8 @@ receiver one message beside the copies it has received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.elastic.comm.errors import CommError
@@ -43,9 +46,6 @@ from megatron.elastic.state.sender import BlockSender
 
 __all__ = ["Moved", "Streams"]
 
-_OVERRUN = 4 / 3
-"""Factor on the bytes that fit into a step's computing time. A base sent a step earlier also sends that step's
-gradients, a third of its bytes; the same amount may be late instead, and be waited for."""
 _PATIENCE = 0.05
 """Seconds after which a waiting sender checks again whether it has to send."""
 
@@ -96,6 +96,35 @@ class _Incoming:
             self.error = error
 
 
+class _Turns:
+    """Lets one sender of a rank send at a time, so that a step's message waits for one piece of all its streams."""
+
+    def __init__(self, threads: Threads, over: bool) -> None:
+        self._changed = threads.condition()
+        self._taken, self._over = False, over
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for this thread's turn, which is that of no other thread inside the context."""
+        with self._changed:
+            while self._taken and not self._over:
+                self._changed.wait(_PATIENCE)
+            self._taken = mine = not self._over
+        try:
+            yield
+        finally:
+            if mine:
+                with self._changed:
+                    self._taken = False
+                    self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let all senders send at once from now on: no step is under way beside them."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
 class _Outgoing:
     """One sender on a thread of its own."""
 
@@ -105,9 +134,10 @@ class _Outgoing:
         channel: SideChannel,
         given_up: Event,
         link_is_free: Event,
+        turns: _Turns,
         threads: Threads,
     ) -> None:
-        self.sender, self._channel = sender, channel
+        self.sender, self._channel, self._turns = sender, channel, turns
         self._given_up, self._link_is_free, self._threads = given_up, link_is_free, threads
         self.bytes, self.seconds = 0, 0.0
         """Bytes of the bases that were sent, and the seconds it took."""
@@ -128,7 +158,8 @@ class _Outgoing:
 
     def _pump(self) -> bool:
         before, began = self.sender.pending_bytes, self._threads.monotonic()
-        moved = self.sender.pump()
+        with self._turns.taken():
+            moved = self.sender.pump()
         left = before - self.sender.pending_bytes
         if moved and left > 0:
             self.bytes, self.seconds = self.bytes + left, self.seconds + self._threads.monotonic() - began
@@ -162,6 +193,7 @@ class Streams:
         if not held:
             self._link_is_free.set()
         urgent = migration.urgent
+        self._turns = _Turns(threads, over=urgent)
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
         self._channel = channel = fabric.side_channel(number)
@@ -172,7 +204,9 @@ class Streams:
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes, threads)
                 sender.offer(blocks)
-                self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free, threads))
+                self._outgoing.append(
+                    _Outgoing(sender, channel, self._given_up, self._link_is_free, self._turns, threads)
+                )
 
     def prepare(self) -> None:
         """Allocate memory for the copies of held streams. On any thread, beside a step."""
@@ -198,11 +232,12 @@ class Streams:
     def ready(self, seconds: float, bytes_a_second: float) -> bool:
         """Return whether this rank's bases are sent, or should be within about ``seconds`` of computing.
 
-        Raises the error of a thread that failed.
+        What is late is waited for by all ranks. A further step costs the gradients of the bases that are sent, which
+        travel beside its successor. Raises the error of a thread that failed.
         """
         self._raise_findings()
         pending = sum(part.sender.pending_bytes for part in self._outgoing)
-        return pending <= _OVERRUN * seconds * bytes_a_second
+        return pending <= seconds * bytes_a_second
 
     def pace(self, usual: float) -> float:
         """Return the bytes a second at which this rank sent bases beside steps; ``usual`` if it sent none."""
@@ -239,6 +274,7 @@ class Streams:
     def finish(self) -> None:
         """Wait until all added copies are at that version. Raises ``CommError``, ``TransferError``."""
         self._channel.hurry()
+        self._turns.end()
         self.release()
         self.link_is_free(True)
         self._idle.set()
@@ -257,6 +293,7 @@ class Streams:
         """
         self._given_up.set()
         self._idle.set()
+        self._turns.end()
         self._channel.give_up()
         for part in self._outgoing:
             part.sender.close()

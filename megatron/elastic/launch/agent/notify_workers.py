@@ -12,9 +12,17 @@ __all__ = ["notify_worker"]
 
 
 def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, ToWorker], None]) -> None:
-    """Freezes, decisions, requests, the begin; to one that waits the members. Notes in ``worker`` what it was sent."""
+    """To all the begin; to a member freezes, decisions and requests; to one that waits the members.
+
+    Notes in ``worker`` what it was sent.
+    """
     mine = state.ranks[worker.rank]
-    if not worker.elastic or mine.incarnation != worker.incarnation:
+    if not worker.elastic:
+        return
+    if state.members and not state.preparing and not worker.sent_begun:
+        worker.sent_begun = True
+        tell(worker, Begun())
+    if mine.incarnation != worker.incarnation:
         return
     if mine.standing == "member" and state.frozen > max(worker.sent_frozen, state.decided):
         worker.sent_frozen = state.frozen
@@ -35,6 +43,3 @@ def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, To
     if mine.standing == "member" and pending != worker.sent_pending:
         worker.sent_pending = pending
         tell(worker, PendingChanged(pending))
-    if mine.standing == "member" and not state.preparing and not worker.sent_begun:
-        worker.sent_begun = True
-        tell(worker, Begun())

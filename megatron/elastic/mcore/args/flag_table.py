@@ -58,6 +58,7 @@ _MODEL = (
 # A table: one row a line, which the formatter would break up.
 # fmt: off
 _OPTIMISATION = (
+    "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size",
     "--micro-batch-size", "--global-batch-size", "--train-iters", "--train-samples", "--lr", "--min-lr",
     "--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples", "--lr-warmup-iters", "--lr-warmup-samples",
     "--lr-warmup-fraction", "--lr-warmup-init", "--lr-wsd-decay-style", "--lr-wsd-decay-iters",

@@ -11,11 +11,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
+from megatron.elastic.mcore.model.layer_specs import routed_layers
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.record import Hyper, Schedule
 
-__all__ = ["engine_settings", "nominal_topology", "sample_grid"]
+__all__ = ["engine_settings", "expert_balance", "nominal_topology", "sample_grid"]
 
 
 def sample_grid(args: Any, largest: int) -> Grid:
@@ -42,6 +44,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
     empty = [number for number, (first, end) in enumerate(chunks) if first == end]
     if empty:
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
+    shared = args.expert_model_parallel_size > 1
+    parts = args.expert_tensor_parallel_size if shared else args.tensor_model_parallel_size
     return LaunchTopology(
         tensor=args.tensor_model_parallel_size,
         pipeline=stages,
@@ -50,12 +54,23 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         grid=sample_grid(args, largest),
         tied_unit=args.num_layers + 2 if tied else None,
         experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
-        crew_size=args.expert_model_parallel_size,
+        crew_size=args.expert_model_parallel_size * parts // args.tensor_model_parallel_size,
+        expert_parts=parts,
         extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
     )
 
 
-def engine_settings(args: Any, schedule: Schedule, batch_size: Callable[[int], int]) -> Settings:
+def expert_balance(args: Any, config: Any) -> ExpertBalance | None:
+    """Return the layers whose routers have a bias in place of an auxiliary loss."""
+    if not args.moe_router_enable_expert_bias:
+        return None
+    units = tuple(layer + 1 for layer, routed in enumerate(routed_layers(config)) if routed)
+    return ExpertBalance(units, int(args.num_experts), float(args.moe_router_bias_update_rate))
+
+
+def engine_settings(
+    args: Any, schedule: Schedule, batch_size: Callable[[int], int], balance: ExpertBalance | None = None
+) -> Settings:
     """Return the numerics of the run. ``batch_size``: consumed samples → samples of the step that follows."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
     if args.loss_scale:
@@ -76,6 +91,7 @@ def engine_settings(args: Any, schedule: Schedule, batch_size: Callable[[int], i
         min_loss_scale=float(args.min_loss_scale),
         growth_interval=int(args.loss_scale_window),
         hysteresis=int(args.hysteresis),
+        balance=balance,
     )
     return Settings(
         seed=args.seed,

@@ -183,9 +183,7 @@ def _unused(attribute: str, flag: str, reason: str) -> Rule:
 # A table: one row a line, which the formatter would break up.
 # fmt: off
 ELASTIC_ROWS: tuple[Rule, ...] = (
-    _unused("overlap_grad_reduce", "--overlap-grad-reduce", _OVERLAP),
     _unused("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step", _OVERLAP),
-    _unused("overlap_param_gather", "--overlap-param-gather", _OVERLAP),
     _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
     _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
@@ -196,7 +194,6 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
             "--no-gradient-accumulation-fusion", "adds into Megatron's gradient buffers; the engine has its own"),
     _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
     _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
-    Rule("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
     Rule("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
     _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
     _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),

@@ -84,23 +84,22 @@ FEATURES: tuple[Feature, ...] = (
             "with --elastic layers are Megatron's own, and a micro-batch is never divided"),
     Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
             lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "works",
-            "with --elastic without tensor parallelism, and layers stay in their stages"),
+            "with --elastic layers stay in their stages, and a tensor-parallel group that loses a rank waits"),
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
             lambda args: getattr(args, "expert_tensor_parallel_size", None)
-            not in (None, args.tensor_model_parallel_size), "works", "refused",
-            "a tensor-parallel group computes a whole layer with --elastic: leave it out"),
+            not in (None, args.tensor_model_parallel_size), "works", "works",
+            "with --elastic 1, and an expert-parallel size that is a multiple of the tensor-parallel one"),
     Feature("layers with and without experts", ("--moe-layer-freq",),
             lambda args: bool(args.num_experts) and getattr(args, "moe_layer_freq", 1) not in (1, None), "works",
-            "refused", f"plans assume that all layers cost the same: {_PLAIN}"),
+            "works", "with --elastic layers of Megatron's own specification"),
     Feature("balancing experts over the global batch", ("--moe-router-load-balancing-type",),
             lambda args: bool(args.num_experts)
             and "global_aux_loss" in (getattr(args, "moe_router_load_balancing_type", None) or ()), "works", "refused",
             "that loss depends on which rank computed which micro-batch before: use aux_loss or seq_aux_loss"),
     Feature("balancing experts by a bias", ("--moe-router-enable-expert-bias",), _any("moe_router_enable_expert_bias"),
-            "works", "refused", f"the bias is state outside the parameters: use an auxiliary loss, or {_PLAIN}"),
+            "works", "works", "with --elastic each step's record has the bias, and counts are exact in bf16 too"),
     Feature("noise in the router's input", ("--moe-input-jitter-eps",), _any("moe_input_jitter_eps"), "works",
-            "refused", "its random numbers are not those of a sample, so a micro-batch that is computed again would "
-            "differ: leave it out"),
+            "works", "with --elastic drawn by sample, as dropout is"),
     Feature("losses of experts by layer", ("--moe-per-layer-logging",), _any("moe_per_layer_logging"), "works",
             "refused", "the log has their mean over layers: leave it out"),
     Feature("experts from a dense checkpoint", ("--moe-use-upcycling",), _any("moe_use_upcycling"), "works", "refused",
@@ -219,6 +218,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield "--elastic-state device needs an accelerator: a CPU has no other memory than the host's; leave it out"
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
+        yield from _expert_part_faults(args)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)
     if args.num_experts:
@@ -246,11 +246,29 @@ def _expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Ite
         )
 
 
+def _expert_part_faults(args: Namespace) -> Iterator[str]:
+    """Yield why experts cannot have a tensor-parallel size of their own."""
+    tensor, parts = args.tensor_model_parallel_size, getattr(args, "expert_tensor_parallel_size", None)
+    if not args.num_experts or parts in (None, tensor):
+        return
+    if parts != 1:
+        yield f"--expert-tensor-parallel-size {parts} is not elastic: use {tensor}, as attention is cut, or 1"
+    elif (args.expert_model_parallel_size or 1) % tensor:
+        yield (
+            f"--expert-tensor-parallel-size 1 with --elastic needs an --expert-model-parallel-size that {tensor}, "
+            "the tensor-parallel size, divides"
+        )
+
+
 def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     """Yield what does not hold where ranks share experts."""
     size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-    if args.tensor_model_parallel_size > 1:
-        yield f"{size} is elastic without tensor parallelism only: use --tensor-model-parallel-size 1, or {_PLAIN}"
+    tensor, parts = args.tensor_model_parallel_size, getattr(args, "expert_tensor_parallel_size", None)
+    if tensor > 1 and (parts, args.expert_model_parallel_size) != (1, tensor):
+        yield (
+            f"{size} beside --tensor-model-parallel-size {tensor} is elastic where each tensor-parallel group has all "
+            f"experts: add --expert-tensor-parallel-size 1 with an expert-parallel size of {tensor}, or {_PLAIN}"
+        )
     if config.exact:
         yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":

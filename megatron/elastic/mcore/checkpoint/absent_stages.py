@@ -51,10 +51,12 @@ def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, 
 def _require_experts(launch_topology: LaunchTopology, living: Sequence[int]) -> None:
     """Raise ``OSError`` unless each expert has a living rank of the launch that had it there."""
     size = launch_topology.crew_size
-    launched = {(place[2], place[1] % size) for rank in living if (place := launch_topology.place(rank)) is not None}
+    places = [place for rank in living if (place := launch_topology.place(rank)) is not None]
+    launched = {(stage, replica % size, shard) for shard, replica, stage in places}
     for stage in range(launch_topology.pipeline):
         for index in range(size):
-            if launch_topology.experts and (stage, index) not in launched:
+            all_parts = all((stage, index, shard) in launched for shard in range(launch_topology.tensor))
+            if launch_topology.experts and not all_parts:
                 experts = ", ".join(map(str, launch_topology.experts_at(index)))
                 raise OSError(f"all ranks are missing that write experts {experts} of pipeline stage {stage}")
 

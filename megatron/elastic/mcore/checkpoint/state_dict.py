@@ -90,7 +90,9 @@ class OptimizerCheckpoint:
         self._duties = {stage: self._built[stage] for stage in stages}
         with ExitStack() as stack:
             stack.callback(self._duties.clear)
+            balance, record = self._engine.tools.settings.hyper.balance, self._engine.record
             for place in (self._own, *self._duties.values()):
+                place.interface.set_expert_bias({} if balance is None else balance.by_unit(record.expert_bias))
                 stack.enter_context(place.interface.as_launched())
             yield
 

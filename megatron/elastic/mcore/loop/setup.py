@@ -21,6 +21,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.training import get_args, training
 from megatron.training.checkpointing import load_checkpoint
 
+from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.samples import SampleSource
 from megatron.elastic.engine.engine import Engine
@@ -29,7 +30,7 @@ from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.args.batch_sizes import BatchSizes
 from megatron.elastic.mcore.args.preflight import check_validation
-from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.mcore.args.settings import engine_settings, expert_balance, nominal_topology, sample_grid
 from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
@@ -193,7 +194,7 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
-        settings = engine_settings(args, self._schedule, sizes)
+        settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )
@@ -255,11 +256,21 @@ class Setup:
             loss_scale=float(scaler.get("scale", engine.record.loss_scale)),
             growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
+            expert_bias=self._loaded_bias(),
         )
         record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
         saved = {} if contents is None or loaded is None else self._comparable(contents)
         engine.resume(record, None if loaded is None else loaded.state, saved)
         engine.tools.reach("in_setup", 0)
+
+    def _loaded_bias(self) -> str:
+        """Return the bias of all routers; each rank has loaded (or begun) that of its own layers. Collective."""
+        balance, fabric = self.engine.tools.settings.hyper.balance, self.links.fabric
+        if balance is None:
+            return ""
+        assert self._interface is not None
+        everyone = gather_messages(fabric, dict[int, tuple[float, ...]], self._interface.launched_bias())
+        return balance.text({unit: bias for found in everyone.values() for unit, bias in found.items()})
 
     def _comparable(self, contents: SavedContents) -> Mapping[BlockKey, str]:
         """Return the hashes with which the loaded state is compared; none, with one line, if blocks are cut anew."""
@@ -288,8 +299,7 @@ class Setup:
             self._engine.tools.reach("in_setup", 0)
         # Megatron builds data sets only for both ends of a pipeline, on the first rank of a tensor-parallel group. Any
         # rank may come to be that, after a loss or with other parallel sizes, so all build them.
-        with as_stage(0, 1), as_first_of_tensor_group(), unwritable_cache_named(args.data_cache_path):
-            datasets = training.build_train_valid_test_datasets(provider)
+        datasets = self._datasets(provider)
         check_validation(args, *datasets[:2])
         flags = torch.tensor(
             [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
@@ -299,6 +309,27 @@ class Setup:
         grid = sample_grid(args, BatchSizes().largest)
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
         return train, DatasetPosition(valid, True), DatasetPosition(test, False)
+
+    def _datasets(self, provider: Any) -> Any:
+        """Return Megatron's data sets for training, validation and test.
+
+        Rank 0 writes the indices of the data where they are not written yet, and the others of the launch wait for
+        that. A newcomer, such as a spare that starts with the job, is in no group with them. If it cannot read the
+        indices, it waits until all members have begun, and so have read them. Then it reads again.
+        """
+        args = get_args()
+
+        def build() -> Any:
+            with as_stage(0, 1), as_first_of_tensor_group(), unwritable_cache_named(args.data_cache_path):
+                return training.build_train_valid_test_datasets(provider)
+
+        try:
+            return build()
+        except Exception:
+            if self.links.decision is not None:
+                raise
+        self.links.membership.await_begin(60.0 * args.distributed_timeout_minutes)
+        return build()
 
     # -- log lines of the engine -----------------------------------------------------
 

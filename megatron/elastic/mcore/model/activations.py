@@ -30,10 +30,19 @@ _FP32 = 4
 
 
 def held_bytes(
-    model: torch.nn.Module, config: Any, sequence: int, vocabulary: int, unit: int, last: int, *, local: bool = False
+    model: torch.nn.Module,
+    config: Any,
+    sequence: int,
+    vocabulary: int,
+    unit: int,
+    last: int,
+    routed: bool = False,
+    *,
+    local: bool = False,
 ) -> int:
     """Return the bytes of one row of ``unit`` (0: embedding, ``last``: head); ``sequence``: positions of a row.
 
+    ``routed``: the unit is a layer with experts.
     ``local``: heads, MLP columns and vocabulary are this rank's already, as in a cell that deals them unevenly.
     """
     own = sequence // config.tensor_model_parallel_size if config.sequence_parallel else sequence
@@ -47,21 +56,21 @@ def held_bytes(
     local = any(isinstance(module, DotProductAttention) for module in model.modules())
     query: int = config.kv_channels * config.num_attention_heads
     pairs: int = 2 * (query if local else config.kv_channels * (config.num_query_groups or config.num_attention_heads))
-    inside = sequence * (2 * query + pairs + _feed_forward(config)) * size
+    inside = sequence * (2 * query + pairs + _feed_forward(config, routed)) * size
     if local:
         inside += _scores(config, size) * config.num_attention_heads * sequence**2
     return int(4 * boundary + inside // tensor)
 
 
-def _feed_forward(config: Any) -> int:
+def _feed_forward(config: Any, routed: bool) -> int:
     """Return the elements a position of the activation function's input and output."""
     if not config.gated_linear_unit:
         each = 2 * config.ffn_hidden_size
     else:
         each = (3 if config.bias_activation_fusion else 5) * config.ffn_hidden_size
-    if config.num_moe_experts:
-        routed = config.moe_ffn_hidden_size or config.ffn_hidden_size
-        each = each * routed * config.moe_router_topk // config.ffn_hidden_size
+    if routed:
+        width = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        each = each * width * config.moe_router_topk // config.ffn_hidden_size
     return int(each)
 
 

@@ -4,6 +4,10 @@ Megatron's dispatchers need the same number of experts on each rank. This one ha
 calls, and takes homes from a :class:`Crew`. A rank without tokens takes part in each exchange. Micro-batches are routed
 before, each by itself, so the result does not depend on homes.
 
+A token goes to every rank that has a part of its expert, and the sum of what comes back is the expert's output. So
+tensor parallelism inside experts needs no exchange of its own: the ranks of a cell send tokens of their parts of the
+sequence, and each part of an expert receives those of all.
+
 Tokens and their probabilities are exchanged in one node of the autograd graph. So the backward exchanges of all ranks
 are in the same order, also where a rank's own graph would let autograd choose.
 """

@@ -1,9 +1,9 @@
 """The replacement of every dropout of a Megatron GPT by sample-keyed dropout.
 
 Sites: embedding, attention probabilities (local core attention), the
-bias-dropout-add after attention and after the MLP. A fused attention kernel
-draws its own masks and cannot be keyed by sample. :func:`key_dropout` returns the names of
-such modules, and :func:`unkeyed_line` the line to log, or the refusal in exact mode.
+bias-dropout-add after attention and after the MLP. Noise in a router's input is drawn
+alike. A fused attention kernel draws its own masks and cannot be keyed by sample. :func:`key_dropout` returns the
+names of such modules, and :func:`unkeyed_line` the line to log, or the refusal in exact mode.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Section, Site, Split
+from megatron.elastic.engine.compute.jitter import SampleJitter
 
 __all__ = ["Slices", "key_dropout", "key_module", "launch_slices", "unkeyed_line"]
 
@@ -80,6 +81,12 @@ def _key_layer(layer: Any, heads: Split | Section, sequence: Split | None) -> li
     unit = int(layer.layer_number)
     layer.self_attn_bda = BiasDropoutAdd(unit=unit, site=Site.ATTENTION_OUTPUT, split=sequence)
     layer.mlp_bda = BiasDropoutAdd(unit=unit, site=Site.MLP_OUTPUT, split=sequence)
+    router = getattr(layer.mlp, "router", None)
+    if router is not None and layer.config.moe_input_jitter_eps is not None:
+        device = torch.device(torch.cuda.current_device())
+        router.input_jitter = SampleJitter(
+            layer.config.moe_input_jitter_eps, unit, layer.config.params_dtype, device, sequence
+        )
     core = getattr(layer.self_attention, "core_attention", None)
     if isinstance(core, DotProductAttention):
         core.attention_dropout = SampleDropout(

@@ -18,15 +18,17 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["deal_experts", "expert_of", "join_crew", "launch_crew"]
+__all__ = ["deal_experts", "expert_of", "is_expert", "join_crew", "launch_crew"]
 
 _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+_EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
 
 
-def launch_crew(experts: int, ranks: Sequence[int]) -> Crew:
-    """Return the crew of an expert-parallel group of Megatron's."""
-    each = experts // len(ranks)
-    return Crew(tuple(ranks), tuple(tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks))))
+def launch_crew(experts: int, ranks: Sequence[int], parts: int) -> Crew:
+    """Return the crew of a group of Megatron's, of which each ``parts`` adjacent ranks have the same experts."""
+    each = experts * parts // len(ranks)
+    blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks) // parts)]
+    return Crew(tuple(ranks), tuple(block for block in blocks for _ in range(parts)))
 
 
 def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
@@ -41,12 +43,15 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
 def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf) -> None:
     """Make the layers in ``module`` exchange tokens with the ranks of ``crew``.
 
-    A shared expert is computed beside, not inside, the exchange. Checkpoints number experts by the sizes of the launch,
-    whichever ranks of Megatron's group are left.
+    A shared expert is computed beside, not inside, the exchange. Experts exchange nothing themselves, and checkpoints
+    number them by the sizes of the launch, whichever ranks of Megatron's groups are left: rank and size are enough.
     """
     for layer in _layers(module):
-        if not isinstance(layer.experts.ep_group, GroupStandIn):
-            layer.experts.ep_group = GroupStandIn(layer.experts.ep_group.rank(), layer.experts.ep_group.size())
+        for part in layer.experts.modules():
+            for name in ("ep_group", "tp_group"):
+                group = getattr(part, name, None)
+                if group is not None and not isinstance(group, GroupStandIn):
+                    setattr(part, name, GroupStandIn(group.rank(), group.size()))
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
 
@@ -61,6 +66,11 @@ def expert_of(name: str, experts: Sequence[int]) -> tuple[str, int | None]:
         return name, None
     expert = experts[int(found[0])]
     return f"{name[: found.start()]}{expert}{name[found.end() :]}", expert
+
+
+def is_expert(name: str) -> bool:
+    """Return whether the parameter of this name belongs to experts that receive some of the tokens."""
+    return _EXPERTS.search(name) is not None
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:

@@ -31,9 +31,11 @@ from megatron.elastic.engine.compute.sequence_transfers import is_sliced
 from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
-from megatron.elastic.mcore.model.expert_homes import expert_of, join_crew, launch_crew
+from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
 from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
 from megatron.elastic.mcore.model.tensor_cut import (
@@ -94,13 +96,14 @@ class GptInterface:
         self._crew_group = crew_group
         self._launch_crew = self._crew_at_launch()
         self._linears = SplitLinears()
-        self._anatomy = Anatomy(chunks, self._prepare)
+        self._anatomy = Anatomy(chunks, self._prepare, LayerSpecs.of([unwrapped(chunk) for chunk in chunks], args))
         self.compute_units = self._anatomy.units
         self._specs: dict[tuple[int, tuple[int, ...]], tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
         self._join_crew(self._chunks, None)
         self._split(self._chunks)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
+        self._told: Callable[[int], None] | None = None
 
     @property
     def chunks(self) -> torch.nn.ModuleList:
@@ -122,8 +125,8 @@ class GptInterface:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
         if not self._sizes.experts:
             return None
-        ranks = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
-        return launch_crew(self._sizes.experts, ranks)
+        ranks = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+        return launch_crew(self._sizes.experts, ranks, self._sizes.expert_parts)
 
     def _crew_of(self, place: TensorPlace | None) -> Crew | None:
         return self._launch_crew if place is None else place.crew
@@ -158,6 +161,10 @@ class GptInterface:
             holds_weight = self.tied_unit is None or unit == self.tied_unit
             names = (_TIED_NAME,) if holds_weight else ()
         return covered_shards(self._sizes, position, names)
+
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
+        """Return the overlaps of a parameter at a place (:class:`ModelInterface`)."""
+        return self._overlaps(spec, self._place_of(place))
 
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
@@ -247,7 +254,19 @@ class GptInterface:
         uneven = self._place is not None and not self._place.even
         vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
-        return held_bytes(self._chunks, config, self._args.seq_length, vocabulary, unit, last, local=uneven)
+        routed = 0 < unit < last and routed_layers(self._config)[unit - 1]
+        return held_bytes(self._chunks, config, self._args.seq_length, vocabulary, unit, last, routed, local=uneven)
+
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.
+
+        Those of a rank that shares experts receive positions of its whole crew.
+        """
+        if not is_expert(spec.name):
+            return PPM
+        config, sizes = self._config, self._sizes
+        whole_on = sizes.tensor // sizes.expert_parts if sizes.experts else 1
+        return int(PPM * config.moe_router_topk * sizes.crew // (config.num_moe_experts * whole_on))
 
     def forward(
         self,
@@ -274,6 +293,9 @@ class GptInterface:
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        if self._told is not None:
+            for unit in range(piece.first, piece.end):
+                self._told(unit)
         with self._running(piece, place):
             shape, dtype = self.boundary(0)
             source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
@@ -309,14 +331,38 @@ class GptInterface:
         finally:
             del model.shared_embedding_or_output_weight
 
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """Announce units (:class:`ModelInterface`). A ghost runs parts of layers: it announces all before it begins."""
+        self._told = told
+        try:
+            with self._anatomy.announcing(told):
+                yield
+        finally:
+            self._told = None
+
     def weigh_layer_losses(self, weight: float) -> None:
-        """Weigh the losses that balance experts (:class:`ModelInterface`)."""
+        """Weigh the losses that balance experts, and forget values and counts (:class:`ModelInterface`)."""
         if self._config.num_moe_experts:
             self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
+            forget_tokens(self._anatomy.modules())
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         """Return the losses that balance experts (:class:`ModelInterface`)."""
         return self._layer_losses.take(self._cell_group(), self._anatomy.config.tensor_model_parallel_size)
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """Set the bias of routers (:class:`ModelInterface`), also in the modules of the launch, for checkpoints."""
+        if bias:
+            set_bias((*self._anatomy.modules(), self._chunks), bias)
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """Return the tokens of experts (:class:`ModelInterface`)."""
+        return counted_tokens(self._anatomy.modules())
+
+    def launched_bias(self) -> dict[int, tuple[float, ...]]:
+        """Return unit → bias of its router, of the modules of the launch: as loaded from a checkpoint."""
+        return present_bias((self._chunks,))
 
     def _cell_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
@@ -367,20 +413,24 @@ class GptInterface:
             if key not in self._specs:
                 self._specs[key] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
             found[unit] = tuple(
-                UnitParameter(spec, parameter, self._overlaps(spec, parameter))
+                UnitParameter(spec, parameter, self._checked_overlaps(spec, parameter))
                 for spec, (_, parameter) in zip(self._specs[key], named, strict=True)
             )
         return found
 
-    def _overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
-        """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
-        if self._place is None or spec.expert is not None:
+    def _checked_overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
+        """Return the overlaps of a parameter at this rank's place. Raises ``ValueError`` if it has another shape."""
+        if self._place is not None and spec.expert is None:
+            expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
+            if parameter.numel() and parameter.shape != expected:
+                found = tuple(parameter.shape)
+                raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
+        return self._overlaps(spec, self._place)
+
+    def _overlaps(self, spec: ParamSpec, place: TensorPlace | None) -> tuple[Overlap, ...] | None:
+        if place is None or spec.expert is not None:
             return None
-        expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
-        if parameter.numel() and parameter.shape != expected:
-            found = tuple(parameter.shape)
-            raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
-        return overlaps_of(self._sizes, self._place.position, spec.name, spec.sharded, spec.shape)
+        return overlaps_of(self._sizes, place.position, spec.name, spec.sharded, spec.shape)
 
     def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
         key = self._groups.key(name, parameter)

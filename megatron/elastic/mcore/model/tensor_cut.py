@@ -87,7 +87,9 @@ class Sizes:
     experts: int = 0
     """Experts of a layer, where ranks share them; else 0."""
     crew: int = 1
-    """Ranks that share the experts at launch."""
+    """Ranks that share the experts at launch: Megatron's expert-parallel size."""
+    expert_parts: int = 1
+    """Ranks with a part of each expert: Megatron's tensor-parallel size of experts."""
 
     @classmethod
     def of(cls, config: Any, vocabulary: int, sequence: int) -> Sizes:
@@ -106,6 +108,7 @@ class Sizes:
             sequence_parallel=bool(config.sequence_parallel),
             experts=config.num_moe_experts if crew > 1 else 0,
             crew=crew,
+            expert_parts=(getattr(config, "expert_tensor_parallel_size", 1) or 1) if crew > 1 else 1,
         )
 
 

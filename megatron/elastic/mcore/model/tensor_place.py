@@ -117,7 +117,9 @@ class TensorPlace:
         mine = self.groups(collection)
         mine.tp = self._stand_in
         if self.crew is not None:
+            parts = self.sizes.expert_parts
             mine.ep = GroupStandIn(0, self.sizes.crew)
+            mine.expt_tp = GroupStandIn(self.position.index if parts > 1 else 0, parts)
         return mine
 
     def deal_experts(self, layer: torch.nn.Module, building: Any) -> None:

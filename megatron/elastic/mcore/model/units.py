@@ -1,8 +1,8 @@
 """The units of Megatron's GPTModel: separation, construction of missing units, and assembly of unit ranges.
 
 The chunks that Megatron built (one, or with an interleaved schedule several) are not
-changed. A unit that this process gains is one more module, built from the same layer
-specification. A *segment* is a shallow copy of a chunk that shares those modules but
+changed. A unit that this process gains is one more module, built from the specification
+of that layer. A *segment* is a shallow copy of a chunk that shares those modules but
 lists only the units that it runs, as the only chunk of its stage. Copies have lists of
 their own, so pieces of different segments may be between forward and backward at the
 same time, also when activations are recomputed in backward.
@@ -37,6 +37,7 @@ from megatron.core.utils import get_pg_rank
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
 from megatron.elastic.mcore.model.ghost import GhostLayer
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
@@ -54,12 +55,14 @@ class Anatomy:
         self,
         chunks: Sequence[torch.nn.Module],
         prepare: Callable[[Any, torch.nn.Module, TensorPlace | None], object],
+        layer_specs: LayerSpecs,
     ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._first = chunks[0]
         """The first chunk; configuration, layer specification, groups and wrappers are equal in all chunks."""
         self._inner = unwrapped(self._first)
         self._prepare = prepare
+        self._layer_specs = layer_specs
         self.units = int(self._inner.config.num_layers) + 2
         self._born: dict[int, Modules] = {}
         for chunk in chunks:
@@ -94,6 +97,10 @@ class Anatomy:
         """Return the held compute units, ascending."""
         return tuple(sorted(self._held))
 
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """Return the modules of the held units."""
+        return tuple(module for modules in self._held.values() for module in modules.values())
+
     def named_parameters(self, unit: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the trainable parameters of a held unit with Megatron's names (layers counted over the whole model).
 
@@ -104,6 +111,20 @@ class Anatomy:
                 whole = f"{path}.{name}"
                 if parameter.requires_grad and not (self.tied and whole in _TIED_NAMES):
                     yield whole, parameter
+
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """Call ``told(unit)`` before a module of a held unit runs, inside the context."""
+        handles = [
+            module.register_forward_pre_hook(lambda *_, unit=unit: told(unit))
+            for unit, modules in self._held.items()
+            for module in modules.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def tied_parameter(self) -> torch.nn.Parameter | None:
         """Return the weight that embedding and output layer share; ``None`` if neither is held."""
@@ -300,13 +321,9 @@ class Anatomy:
 
     def _layer(self, unit: int, site: _Site) -> torch.nn.Module:
         decoder = self._inner.decoder
-        specs = [spec for chunk in self._chunks for spec in unwrapped(chunk).decoder.submodules.layer_specs or ()]
-        spec = specs[0] if specs else self._inner.transformer_layer_spec
-        if any(other != spec for other in specs):
-            raise RuntimeError("layers of different kinds cannot move between pipeline stages")
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
-            spec,
+            self._layer_specs.of_unit(unit),
             config=site.layers,
             layer_number=unit - offset,
             pg_collection=site.building,

@@ -22,6 +22,7 @@ from typing import Any
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import arguments, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
+from megatron.elastic.mcore.args.overlap import take_over_overlap
 from megatron.elastic.mcore.checkpoint import save_queue
 from megatron.elastic.mcore.model import latent_attention, norms, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
@@ -173,6 +174,7 @@ class Startup:
             parsed, faults = call["args"], self._faults
             result, config = parsed, ElasticConfig()
             with faults.collecting():
+                take_over_overlap(parsed)
                 config = arguments.config_from_args(parsed)
             self._check_flags(parsed, config)
             if not faults:  # else most faults that Megatron finds are consequences
@@ -248,6 +250,7 @@ class Startup:
         rows = list(self.rows())
         config = ElasticConfig()
         with self._faults.collecting():
+            take_over_overlap(args)
             config = arguments.config_from_args(args)
         if getattr(args, "use_checkpoint_args", False):  # Megatron reads the checkpoint before it validates
             with self._faults.collecting():

@@ -1,0 +1,106 @@
+"""The reduced blocks of one computation of a step, on their way from owners to mirrors while others are reduced.
+
+Each owner cuts its blocks for a mirror into messages (:func:`~megatron.elastic.engine.generation.buckets.messages_of`)
+and sends each as soon as it retains the sums of all its blocks; the mirror retains them as they come. They go to the
+copies of the present placement, with the checksums of :mod:`block_checksums`. Messages of one pair have one tag and one
+order, so the transport's order is theirs.
+
+Invariant: both ends make the same messages, from placement and plan alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes, block_checksums, disputes
+from megatron.elastic.engine.compute.point_to_point import started
+from megatron.elastic.engine.generation.buckets import Cut, messages_of
+from megatron.elastic.engine.generation.view import Routes
+from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import GradientKey
+
+if TYPE_CHECKING:
+    from megatron.elastic.engine.transaction.phases import Tools
+
+__all__ = ["Shipment", "packed_gradients", "take_gradients"]
+
+Message = tuple[StateBlock, ...]
+
+
+class Shipment:
+    """See the module docstring. Made before any rank sends: it posts the receives. ``interval``: of comparisons."""
+
+    def __init__(self, tools: Tools, way: Routes, key: GradientKey, cut: Cut, interval: int, tag: int) -> None:
+        self._tools, self._key, self._interval, self._tag = tools, key, interval, tag
+        self._group = tools.fabric.group("mirror", range(tools.fabric.slots))
+        self.disputes = Disputes()
+        """Copies of this rank that differ from their owners'."""
+        self._outgoing = {peer: deque(messages_of(blocks, cut)) for peer, blocks in way.outgoing.items()}
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self._arriving = {
+            owner: deque(self._posted(owner, message) for message in messages_of(blocks, cut))
+            for owner, blocks in way.incoming.items()
+        }
+
+    def _posted(self, owner: int, message: Message) -> tuple[dist.Work, torch.Tensor, Message]:
+        length = sum(block.numel + CHECKSUM_SLOTS for block in message)
+        buffer = torch.empty(length, dtype=torch.float32)
+        work = started(dist.irecv(buffer, src=owner, group=self._group, tag=self._tag))
+        return work, buffer, message
+
+    def advance(self) -> None:
+        """Send the messages whose blocks are reduced, and take in those that have come. Raises ``CommError``."""
+        for peer, messages in self._outgoing.items():
+            while messages and self._is_reduced(messages[0]):
+                packed = packed_gradients(self._tools.pool, messages.popleft(), self._key, self._interval)
+                work = started(dist.isend(packed, dst=peer, group=self._group, tag=self._tag))
+                self._leaving.append((work, packed))
+        for arriving in self._arriving.values():
+            while arriving and arriving[0][0].is_completed():
+                self._take(*arriving.popleft())
+
+    def _is_reduced(self, message: Message) -> bool:
+        return all(self._key in self._tools.pool.get(block.key).gradients for block in message)
+
+    def _take(self, work: dist.Work, buffer: torch.Tensor, message: Message) -> None:
+        work.wait()
+        *parts, checksums = buffer.split([*(block.numel for block in message), CHECKSUM_SLOTS * len(message)])
+        self.disputes.add(take_gradients(self._tools.pool, message, self._key, self._interval, parts, checksums))
+
+    def complete(self) -> None:
+        """Wait until the mirrors have this rank's messages, and it has theirs. All its blocks are reduced."""
+        self.advance()
+        if any(self._outgoing.values()):
+            raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
+        for owner, arriving in self._arriving.items():
+            while arriving:
+                self._tools.publish("mirror", (owner,))
+                self._take(*arriving.popleft())
+        for work, _ in self._leaving:
+            work.wait()
+
+
+def packed_gradients(pool: StatePool, blocks: Message, key: GradientKey, interval: int) -> torch.Tensor:
+    """Return the message with the gradients of ``blocks``, fp32, and their checksums behind them."""
+    parts = [pool.get(block.key).host_gradient(key) for block in blocks]
+    return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], key, interval)])
+
+
+def take_gradients(
+    pool: StatePool,
+    blocks: Message,
+    key: GradientKey,
+    interval: int,
+    gradients: Sequence[torch.Tensor],
+    checksums: torch.Tensor,
+) -> Disputes:
+    """Retain the received ``gradients`` of ``blocks``. Returns the copies here that differ from the owner's."""
+    for block, gradient in zip(blocks, gradients, strict=True):
+        pool.retain(block.key, key, gradient)
+    return disputes(pool, [block.key for block in blocks], key, interval, checksums)
