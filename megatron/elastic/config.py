@@ -184,7 +184,7 @@ class ElasticConfig:
     wait; same gradients, more memory for activations."""
 
     fail_slow: Literal["auto", "on", "off"] = "auto"
-    """Give slower ranks fewer samples. 'auto': on CPUs, where each rank has a processor of its own."""
+    """Give slower ranks fewer samples. 'auto': where each rank has a processor or a device of its own."""
 
     frequency: str = "off"
     """Lower the clocks of devices that wait for others. 'auto': by the library of the platform. KIND:DEVICE[:LIBRARY]:

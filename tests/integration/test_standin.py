@@ -1,4 +1,4 @@
-"""Jobs on the stand-in accelerator (docs/standin.md) train as on the CPU, from the same checkpoint.
+"""Jobs on the stand-in accelerator (docs/standin.md) train as on the CPU, from the same checkpoint, and lose ranks.
 
 Parameters, activations, gradients and owned state lie in device memory, which the host cannot touch; mirrors lie in
 host memory. Losses agree within the rounding of fp32: the device composes some operators of others.
@@ -53,11 +53,26 @@ def library() -> None:
     build()
 
 
-def test_a_job_trains_on_the_devices_as_on_the_cpu(tmp_path: Path) -> None:
+LOSING = (
+    "--elastic-allow-inject",
+    "--elastic-inject",
+    "delay:missing=1,count=0,point=before_vote,seconds=60;kill:rank=3,step=3,point=after_reduce",
+)
+"""A rank is lost in the first step after the checkpoint; the others linger in it until it asks to be let in."""
+
+
+def test_a_job_trains_on_the_devices_as_on_the_cpu_although_a_rank_is_lost(tmp_path: Path) -> None:
     expected = saved_by_cpu(tmp_path)
-    flags = (*DROPOUT, *load(tmp_path / "saved"))
+    flags = (*DROPOUT, *load(tmp_path / "saved"), *LOSING)
     result = elastic_job(tmp_path / "events", 4, 1, 2, STEPS, *flags, environment=on_standin())
     assert deviation(expected, finished(result)) <= ROUNDING
+    assert {record.fields["lost_rank"] for record in result.of("loss")} == {3}
+    assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+
+
+def lives(result: JobResult) -> set[tuple[int, int]]:
+    """(rank, incarnation) that took part in a step."""
+    return {(record.rank, record.incarnation) for record in result.of("phases")}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ environment once, at that time, the last one at the first use of a device:
 - ``STANDIN_DEVICES``: number of devices (4).
 - ``STANDIN_BYTES``: memory of one device (4 GiB).
 - ``STANDIN_LATENESS``: ``lazy`` (the default: work runs when it is waited for) or seconds between call and execution.
+- ``STANDIN_NAME``: the devices' type for torch (``standin``).
 - ``STANDIN_OWN=local``: this process may use device LOCAL_RANK modulo the number of devices, and no other.
 """
 
@@ -26,7 +27,7 @@ from tests.standin.library import checked, library, with_interpreter
 
 __all__ = ["NAME", "register"]
 
-NAME = "standin"
+NAME = os.environ.get("STANDIN_NAME", "standin")
 
 
 def index_of(device: Any = None) -> int:
@@ -301,7 +302,7 @@ def set_lateness(seconds: float | None) -> None:
 def register() -> types.ModuleType:
     """Make the devices known to torch, once, and return ``torch.standin``."""
     module = sys.modules[__name__]
-    if getattr(torch, NAME, None) is module:
+    if vars(torch).get(NAME) is module:
         return module
     environment = os.environ
     devices = int(environment.get("STANDIN_DEVICES", "4"))

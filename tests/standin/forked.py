@@ -2,13 +2,15 @@
 
     python -m tests.standin.forked MODULE OUT
 
-A check is a function ``check_*`` of the module. The process imports torch and the module once and forks for each check
-before any device is used, so a check may set the devices up, and may end its process.
+A check is a function ``check_*`` of the module; if it takes an argument, that is a folder of its own. The process
+imports torch and the module once and forks for each check before any device is used, so a check may set the devices
+up, and may end its process.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -23,15 +25,15 @@ Outcome = tuple[int, str]
 """Exit status (negative: the signal), and what was written to standard error."""
 
 
-def run_forked(check: Callable[[], None]) -> Outcome:
+def run_forked(check: Callable[..., None]) -> Outcome:
     """Run ``check`` in a child of this process."""
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if child == 0:
             os.dup2(errors.fileno(), 2)
             status = 1
             try:
-                check()
+                check(*[Path(folder)][: len(inspect.signature(check).parameters)])
                 status = 0
             except BaseException:
                 traceback.print_exc()

@@ -9,7 +9,7 @@ import torch
 from megatron.elastic.platform.vendor import VendorPlatform
 from tests.standin import device, redirect
 
-__all__ = ["StandinPlatform"]
+__all__ = ["NcclPlatform", "StandinPlatform"]
 
 
 class StandinPlatform(VendorPlatform):
@@ -28,3 +28,9 @@ class StandinPlatform(VendorPlatform):
     def prepare(self) -> None:
         device.register()
         redirect.install()
+
+
+class NcclPlatform(StandinPlatform):
+    """Bulk data goes through a library with NCCL's names that the process finds (``tests/standin/vendor.py``)."""
+
+    default_backend = "nccl"

@@ -8,12 +8,16 @@ The same names are replaced and no others, so code that runs here needs no more 
 - ``Tensor.cuda``, ``Tensor.is_cuda``, ``Module.cuda``; pinned memory of data loaders; the backend ``nccl``;
 - ``torch.jit.script`` returns what it is given, and Triton is said to be missing.
 
+A job of one process without ``--elastic`` gets a group of one for the devices too, and CUDA's names of tensor types, so
+that plain Megatron with its own optimizer runs there; larger ones would need a library of their own.
+
 ``torch.compile`` is left alone by that module; the device compiles nothing, so here it returns what it is given.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +88,29 @@ def _compile(model: Any = None, **_: Any) -> Any:
     return model if model is not None else _script
 
 
+def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.replace(f"torch.{NAME}.", "torch.cuda.") if isinstance(found, str) else found
+
+    return named
+
+
+def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``init_process_group`` that gives a world of one a backend for the devices: torch's, which moves nothing."""
+
+    @functools.wraps(original)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("world_size") == 1:
+            importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
+            kwargs["backend"] = f"cpu:gloo,{NAME}:fake"
+            torch.Tensor.type = _type_of(torch.Tensor.type)  # type: ignore[method-assign]
+        return original(*args, **kwargs)
+
+    return begin
+
+
 def install() -> None:
     """Redirect, once a process."""
     module = register()
@@ -110,6 +137,7 @@ def install() -> None:
     torch.utils.data.DataLoader.__init__ = _loader(torch.utils.data.DataLoader)  # type: ignore[method-assign]
     torch.jit.script = _script  # type: ignore[assignment]
     torch.compile = _compile
+    torch.distributed.init_process_group = _alone(torch.distributed.init_process_group)
 
 
 def _generator(original: type[torch.Generator]) -> type[torch.Generator]:

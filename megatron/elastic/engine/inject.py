@@ -433,11 +433,11 @@ class Injector:
             self._fired[scripted] += 1
             self._fire(fault, point, step)
 
-    def drag(self, step: int, nanoseconds: int) -> None:
-        """Sleep until a computation of ``step`` that took ``nanoseconds`` has taken ``factor`` times as long."""
+    def drag(self, step: int, spent: Callable[[], int]) -> None:
+        """Sleep until a computation of ``step``, of ``spent()`` nanoseconds, has taken ``factor`` times as long."""
         for fault in self._faults:
             if fault.kind == "slow" and (not fault.steps or step in fault.steps):
-                self._effects.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
+                self._effects.sleep(spent() * (fault.factor - 1.0) / 1e9)
 
     def _draw(self, fault: Fault, step: int) -> Fault | None:
         """Return the fault drawn from a ``random`` fault for this process at ``step``; equal at every call."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 
 from megatron.elastic.platform.base import Platform, PlatformUnavailable
+from megatron.elastic.platform.threads import OsThreads
 
-__all__ = ["own_device", "use_own_device"]
+__all__ = ["own_device", "threads_on", "use_own_device"]
 
 
 def own_device(platform: Platform, environ: Mapping[str, str] = os.environ) -> int:
@@ -25,3 +27,8 @@ def own_device(platform: Platform, environ: Mapping[str, str] = os.environ) -> i
 def use_own_device(platform: Platform, environ: Mapping[str, str] = os.environ) -> None:
     """Make this rank's device current in the calling thread. Until then it is device 0 on every rank."""
     platform.set_device(own_device(platform, environ))
+
+
+def threads_on(platform: Platform) -> OsThreads:
+    """Return threads that begin on this rank's device. Any other thread begins on device 0."""
+    return OsThreads(partial(use_own_device, platform))

@@ -69,7 +69,10 @@ class Threads(Protocol):
 
 
 class OsThreads:
-    """The operating system's threads and its monotonic clock."""
+    """The operating system's threads and its monotonic clock. Each thread calls ``begin`` before its body."""
+
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        self._begin = begin
 
     def monotonic(self) -> float:
         """See :meth:`Threads.monotonic`."""
@@ -81,7 +84,12 @@ class OsThreads:
 
     def start(self, name: str, body: Callable[[], None]) -> Running:
         """See :meth:`Threads.start`."""
-        thread = threading.Thread(target=body, name=name, daemon=True)
+
+        def run() -> None:
+            self._begin()
+            body()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
 

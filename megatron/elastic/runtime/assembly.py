@@ -17,6 +17,7 @@ from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.compute.model_interface import ModelInterface
+from megatron.elastic.engine.compute.piece_times import clock_of
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.cell_sizes import CellSizes
@@ -161,6 +162,7 @@ def assemble(
         drag=links.injector.drag,
         timeline=timeline,
         steady_clock=_has_steady_clock(job.config),
+        clock=clock_of(select()),
         exact=exact,
         threads=links.threads,
         relocation=None if place is None else _relocation(pool, place, links.threads),
@@ -299,14 +301,12 @@ def _ranks_of_node(rank: int) -> range:
 
 
 def _has_steady_clock(config: ElasticConfig) -> bool:
-    """Return whether times measured by this rank may change plans.
-
-    Invalid are times of ranks that share a core, and times of a device's work, which the host's clock takes at the
-    calls: they are those of launches.
-    """
-    if config.fail_slow == "auto":
-        return select().name == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
-    return config.fail_slow != "off"
+    """Return whether times measured by this rank may change plans: not if ranks share a core or a device."""
+    if config.fail_slow != "auto":
+        return config.fail_slow != "off"
+    platform = select()
+    places = len(os.sched_getaffinity(0)) if platform.name == "cpu" else platform.device_count()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= places
 
 
 def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | None:
@@ -315,7 +315,7 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
         return None
     local = os.environ.get("LOCAL_RANK", "0")
     if config.frequency == "auto":
-        control = frequency_of(select().name, int(local))
+        control = frequency_of(select().name, own_device(select()))
     else:
         kind, device, path = [*config.frequency.replace("{local_rank}", local).split(":", 2), "", ""][:3]
         control = open_frequency(cast(Kind, kind), device, path)

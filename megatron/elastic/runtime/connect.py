@@ -26,7 +26,7 @@ from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.observe.event_kinds import BeginEvent
 from megatron.elastic.observe.events import EventLog, clock_name
-from megatron.elastic.platform.own_device import use_own_device
+from megatron.elastic.platform.own_device import threads_on, use_own_device
 from megatron.elastic.platform.select import select
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
@@ -75,7 +75,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     install(fabric)
     # Slurm and others signal every process of a job, not only the launcher.
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
-    return linked(membership, fabric, events, injector, timeout)
+    return linked(membership, fabric, events, injector, timeout, threads_on(platform))
 
 
 def linked(

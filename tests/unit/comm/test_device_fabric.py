@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -31,27 +30,17 @@ from megatron.elastic.platform.base import Platform
 from megatron.elastic.platform.cpu import CpuPlatform
 from megatron.elastic.platform.cuda import CudaPlatform
 from megatron.elastic.platform.npu import NpuPlatform
+from tests.standin.vendor import VERSIONS, build_nccl
 from tests.unit.comm.fabric_checks import edit, same
 from tools.bench._common import Here, Ranks
 
 device = pytest.importorskip("megatron.elastic.comm.vendor.fabric")
-SOURCE = Path(__file__).with_name("moving_nccl.c")
-OPTIONS: dict[str, tuple[str, ...]] = {"full": (), "shrinks": ("REVOKE", "GROW"), "basic": ("REVOKE", "SHRINK", "GROW")}
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("vendor")
-
-    def build(version: str) -> Path:
-        path = folder / version / "libnccl.so.2"
-        if not path.exists():
-            path.parent.mkdir()
-            flags = [f"-DNO_{name}" for name in OPTIONS[version]]
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", path, *flags, SOURCE], check=True, timeout=60)
-        return path
-
-    return build
+    return functools.partial(build_nccl, folder, on_streams=False)
 
 
 def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None = None, limit: float = 30.0):  # type: ignore[no-untyped-def]
@@ -250,7 +239,7 @@ CHANGES = {
 """The end of the communicators of "dp" and "pair". Without revoke, operations in flight are aborted for good."""
 
 
-@pytest.mark.parametrize("version", OPTIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_collectives_and_edits_through_the_library(version: str, library: Callable[[str], Path]) -> None:
     path = library(version)
     with Ranks(4, functools.partial(through_edits, path=path, incarnation=0), seconds=120) as ranks:

@@ -1,14 +1,13 @@
 """NCCL is driven by its documented sequences, and by names its real library has.
 
 The stand-in is a C library that is compiled and loaded for real and refuses
-wrong orders of calls; the real wheel, when ELASTIC_WHEELS holds one, is checked
-for prototypes and symbols, and opened. Nothing here runs on a GPU.
+wrong orders of calls; the real wheel is checked for prototypes and symbols, and
+opened. Nothing here runs on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
 from megatron.elastic.comm.vendor.nccl import ELEMENTS, PROTOTYPES, REDUCTIONS, NcclCommunicator, NcclLibrary
+from tests.wheels import newest
 
 SOURCE = Path(__file__).with_name("standin_nccl.c")
 
@@ -157,16 +157,15 @@ def test_an_older_library_without_the_basics_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel() -> zipfile.ZipFile:
-    folder = Path(os.environ.get("ELASTIC_WHEELS", "/nonexistent"))
-    for path in sorted(folder.glob("nvidia_nccl_cu*.whl"), reverse=True):
-        return zipfile.ZipFile(path)
-    pytest.skip("ELASTIC_WHEELS holds no nvidia-nccl wheel")
+    """Of 300 MB: the tests that use it are slow."""
+    return newest("nvidia-nccl-cu13")
 
 
 def normal(parameters: str) -> str:
     return re.sub(r"\s*\*\s*", "* ", " ".join(parameters.split()))
 
 
+@pytest.mark.slow
 def test_prototypes_are_those_of_the_header(wheel: zipfile.ZipFile) -> None:
     header = wheel.read("nvidia/nccl/include/nccl.h").decode()
     for name, parameters in PROTOTYPES.items():
@@ -185,6 +184,7 @@ def test_prototypes_are_those_of_the_header(wheel: zipfile.ZipFile) -> None:
     assert "#define NCCL_UNIQUE_ID_BYTES 128" in header
 
 
+@pytest.mark.slow
 def test_the_real_library_opens_and_can_revoke_shrink_and_grow(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     path = Path(wheel.extract("nvidia/nccl/lib/libnccl.so.2", tmp_path))
     symbols = subprocess.run(["nm", "-D", "--defined-only", path], check=True, capture_output=True, timeout=60)

@@ -131,7 +131,7 @@ def test_a_slowed_rank_takes_a_multiple_of_its_own_time_and_only_in_its_steps():
     spent = {}
     for step in (1, 2, 3, 4):
         started = time.monotonic()
-        injector.drag(step, 20_000_000)
+        injector.drag(step, lambda: 20_000_000)
         spent[step] = time.monotonic() - started
     assert min(spent[2], spent[3]) >= 0.04
     assert max(spent[1], spent[4]) < min(spent[2], spent[3])

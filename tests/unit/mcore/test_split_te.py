@@ -8,9 +8,6 @@ Transformer Engine's own sources where ELASTIC_WHEELS holds its wheel.
 from __future__ import annotations
 
 import ast
-import os
-import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ import torch
 
 from megatron.elastic.mcore.model.split_backward import SplitLinears
 from megatron.elastic.mcore.model.split_te import QueueStore, split_te_linears
+from tests.wheels import newest
 
 SEED = 5
 
@@ -148,12 +146,10 @@ def test_a_store_that_nobody_empties_takes_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, ast.Module]:
-    for wheel in sorted(Path(os.environ.get("ELASTIC_WHEELS", "/nonexistent")).glob("transformer_engine-2*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            folder = "transformer_engine/pytorch/module"
-            names = ("_common", "base", "linear", "layernorm_linear")
-            return {name: ast.parse(archive.read(f"{folder}/{name}.py")) for name in names}
-    pytest.skip("ELASTIC_WHEELS holds no transformer_engine wheel")
+    with newest("transformer-engine") as archive:
+        folder = "transformer_engine/pytorch/module"
+        names = ("_common", "base", "linear", "layernorm_linear")
+        return {name: ast.parse(archive.read(f"{folder}/{name}.py")) for name in names}
 
 
 def test_what_transformer_engine_asks_of_a_store_is_there(sources: dict[str, ast.Module]) -> None:

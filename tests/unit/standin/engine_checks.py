@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.vendor.host_staging import through_host
+from megatron.elastic.comm.vendor.outbox import Outbox
 from megatron.elastic.comm.vendor.selection import vendor_of
 from megatron.elastic.comm.vendor.staged_message import received, sent
 from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
@@ -124,7 +125,7 @@ def check_a_message_is_sent_as_it_was_and_received_at_the_wait() -> None:
         seen.append(host)
         return Link(host)
 
-    work = sent(tensor, move)
+    work = sent(tensor, move, Outbox(tensor.device), 0)
     tensor.zero_()
     standin.synchronize()
     assert work.wait() and seen[0].tolist() == [2.0] * 4

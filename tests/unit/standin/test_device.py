@@ -7,11 +7,11 @@ import signal
 import pytest
 
 from tests.standin.forked import Outcome, results
-from tests.unit.standin import device_checks, engine_checks, state_checks
+from tests.unit.standin import device_checks, engine_checks, state_checks, suspect_checks
 
 CHECKS = [
     (module.__name__, name)
-    for module in (device_checks, engine_checks, state_checks)
+    for module in (device_checks, engine_checks, state_checks, suspect_checks)
     for name in vars(module)
     if name.startswith("check_")
 ]

@@ -14,7 +14,7 @@ revoked (or aborted, where the library cannot). That happens in a helper thread
 with a time limit; a library that hangs there ends the process into a respawn.
 
 No GPU and no NPU has run this file. It is tested with real processes over a
-stand-in of NCCL's C API that moves real bytes (``tests/unit/comm/moving_nccl.c``).
+stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.group import DeviceGroup
 from megatron.elastic.comm.vendor.host_staging import begun_through_host, through_host
 from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, VendorHang, exit_into_respawn
+from megatron.elastic.comm.vendor.outbox import Outbox
 
 __all__ = ["DeviceFabric"]
 
@@ -57,11 +59,25 @@ class Held:
     """Generation in which its members were last agreed."""
     busy: int = 0
     """Threads inside an operation of it."""
-    last: Any = None
-    """Event behind the operation enqueued last (none on the CPU, where calls block)."""
+    enqueued: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)
+    """Events before and behind operations that the device may not have done yet (none on the CPU: calls block)."""
 
     def in_flight(self) -> bool:
-        return self.busy > 0 or (self.last is not None and not self.last.query())
+        """True if an operation is begun or enqueued, and not done."""
+        return self.busy > 0 or bool(self._pending())
+
+    def waits(self) -> bool:
+        """True if an operation may wait for other members now. One that the device has not come to does not."""
+        return self.busy > 0 or any(before.query() for before, _ in self._pending())
+
+    def enqueue(self, before: torch.Event, behind: torch.Event) -> None:
+        """Note an operation between two events of one stream. On the thread that enqueues."""
+        while self.enqueued and self.enqueued[0][1].query():
+            self.enqueued.popleft()
+        self.enqueued.append((before, behind))
+
+    def _pending(self) -> list[tuple[torch.Event, torch.Event]]:
+        return [pair for pair in list(self.enqueued) if not pair[1].query()]
 
     def state(self) -> int:
         if not self.communicator.order:
@@ -95,6 +111,7 @@ class DeviceFabric(NativeFabric):
         """Never connected: only asked what the library takes."""
         self._devices: dict[int, str] = {}
         self._held: dict[DeviceGroup, Held] = {}
+        self.outbox = Outbox(device)
         self._stream: torch.Stream | None = None
         """The stream of operations in the background."""
         self._settling = threading.RLock()
@@ -113,12 +130,14 @@ class DeviceFabric(NativeFabric):
         return Address(own.rank, own.incarnation, own.host, {**own.endpoint, "device": self._device_name})
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
-        report = super().edit(generation, members, timeout)
+        with self.outbox.edited(generation):
+            report = super().edit(generation, members, timeout)
         self._devices = {rank: str(address.endpoint.get("device", "")) for rank, address in members.items()}
         return report
 
     def interrupt(self, generation: int) -> None:
         super().interrupt(generation)
+        self.outbox.void(generation)
         stuck = [held for held in list(self._held.values()) if held.in_flight()]
         if stuck:
             threading.Thread(target=self._revoke, args=(stuck,), name="elastic-revoke", daemon=True).start()
@@ -133,7 +152,7 @@ class DeviceFabric(NativeFabric):
                 held.communicator.order = ()  # of no use to any member: made anew
 
     def waiting_for(self) -> tuple[int, ...]:
-        busy = [held.communicator.order for held in list(self._held.values()) if held.busy]
+        busy = [held.communicator.order for held in list(self._held.values()) if held.waits()]
         others = {rank for order in busy for rank in order if rank != self.rank}
         return tuple(sorted({*super().waiting_for(), *others}))
 
@@ -172,14 +191,17 @@ class DeviceFabric(NativeFabric):
                 raise self._meaning(error, generation) from error
         try:
             self._check(generation)  # after busy: either the interruption sees us or we see it
+            before = self._mark()
             yield held.communicator
-            held.last = self._mark()
+            behind = self._mark()
+            if before is not None and behind is not None:
+                held.enqueue(before, behind)
         except VendorError as error:
             raise self._meaning(error, generation) from error
         finally:
             held.busy -= 1
 
-    def _mark(self) -> Any:
+    def _mark(self) -> torch.Event | None:
         if self.device.type == "cpu":
             return None
         event = torch.Event(self.device)
@@ -313,6 +335,7 @@ class DeviceFabric(NativeFabric):
         held, self._held = list(self._held.values()), {}
         for one in held:
             self._close(one)
+        self.outbox.close()
         super().close()
 
     def _close(self, held: Held) -> None:

@@ -34,6 +34,7 @@ from megatron.elastic.comm.reconfigure import Reconfigurable
 from megatron.elastic.comm.vendor import staged_message
 from megatron.elastic.comm.vendor.host_staging import through_host
 from megatron.elastic.comm.vendor.library import VendorCommunicator
+from megatron.elastic.comm.vendor.outbox import Outbox
 
 __all__ = ["DeviceGroup", "DeviceHost", "Enqueued"]
 
@@ -48,6 +49,7 @@ class DeviceHost(Reconfigurable, Protocol):
     rank: int
     device: torch.device
     generation: int
+    outbox: Outbox
 
     def shares_device(self, living: Sequence[int]) -> bool: ...
 
@@ -298,8 +300,12 @@ class DeviceGroup(NativeGroup):
                 message.tensor.detach().copy_(tensor)
 
     def _staged(self, message: Message) -> dist.Work:
-        begin = staged_message.sent if message.sends else staged_message.received
-        return begin(message.tensor, lambda host: self._over_host(message, host))
+        def move(host: torch.Tensor) -> dist.Work:
+            return self._over_host(message, host)
+
+        if message.sends:
+            return staged_message.sent(message.tensor, move, self._devices.outbox, self._devices.generation)
+        return staged_message.received(message.tensor, move)
 
     def _by_library(self, message: Message) -> bool:
         return message.tag == 0 and self.by_vendor(message.tensor)

@@ -33,15 +33,23 @@ class HcclCommunicator(VendorCommunicator):
     """One HCCL group.
 
     ``make_backend(members, name)`` connects a ``ProcessGroupHCCL`` over ``members`` (global ranks, in order), all of
-    them under one ``name`` that was never used before.
+    them under one ``name`` that was never used before. An abort waits at most ``limit`` seconds in a helper thread, in
+    which ``set_device`` is run first.
     """
 
-    def __init__(self, rank: int, make_backend: Callable[[Sequence[int], str], Any], limit: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        make_backend: Callable[[Sequence[int], str], Any],
+        limit: float,
+        set_device: Callable[[], None] = lambda: None,
+    ) -> None:
         self.order: tuple[int, ...] = ()
         self.revoked = self.can_shrink = self.can_grow = False
         self._rank = rank
         self._make_backend = make_backend
         self._limit = limit
+        self._set_device = set_device
         self.backend: Any = None
 
     def new_identity(self) -> bytes:
@@ -75,7 +83,11 @@ class HcclCommunicator(VendorCommunicator):
             self._abort(backend)
 
     def _abort(self, backend: Any) -> None:
-        bounded(lambda: backend.abort_hccl_comm("edit"), self._limit, "abort_hccl_comm")
+        def run() -> None:
+            self._set_device()
+            backend.abort_hccl_comm("edit")
+
+        bounded(run, self._limit, "abort_hccl_comm")
 
     # -- operations: torch_npu's backend enqueues on the current stream --------------
 

@@ -7,6 +7,7 @@ without such a library: all its tensors go through host memory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) 
             case "nccl":
                 return Vendor(device, name, _nccl(platform, device))
             case "hccl":
-                return Vendor(device, name, _hccl(store))
+                return Vendor(device, name, _hccl(store, functools.partial(platform.set_device, index)))
             case _:
                 return Vendor(device, name, lambda rank: ThroughHost())
     except (OSError, ImportError, AssertionError, RuntimeError) as error:
@@ -87,17 +88,22 @@ def _nccl(platform: Platform, device: torch.device) -> Callable[[int], VendorCom
     return communicator
 
 
-def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Callable[[int], VendorCommunicator]:
+def _hccl(
+    store: dist.Store | Callable[[], dist.Store], set_device: Callable[[], None]
+) -> Callable[[int], VendorCommunicator]:
     npu = importlib.import_module("torch_npu")
+
+    @functools.cache
+    def client() -> dist.Store:  # kept: torch finds the methods of a store in Python only while its object lives
+        return store() if callable(store) else store
 
     def communicator(rank: int) -> VendorCommunicator:
         def make_backend(members: Sequence[int], name: str) -> Any:
-            client = dist.PrefixStore(f"hccl/{name}", store() if callable(store) else store)
             kind = npu._C._distributed_c10d.ProcessGroupHCCL
             options = kind.Options()
             options.global_ranks_in_group, options.group_id = list(members), name
-            return kind(client, list(members).index(rank), len(members), options)
+            return kind(dist.PrefixStore(f"hccl/{name}", client()), list(members).index(rank), len(members), options)
 
-        return HcclCommunicator(rank, make_backend, ABORT_SECONDS)
+        return HcclCommunicator(rank, make_backend, ABORT_SECONDS, set_device)
 
     return communicator

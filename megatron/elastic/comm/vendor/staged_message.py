@@ -1,8 +1,9 @@
 """A message of a device tensor over host links, under way while its rank goes on.
 
-Schedules post a receive long before the message is sent, and begin a send before its receiver is there. So neither
-may wait at the call: :class:`StagedMessage` waits for the host link in :meth:`~StagedMessage.wait`, and only there
-copies what came to the device.
+Schedules post a receive long before the message is sent, and begin a send before its receiver is there and before
+the device has computed it. So neither may wait at the call: a send is left to the :class:`Outbox`, and
+:class:`StagedMessage` waits for the host link in :meth:`~StagedMessage.wait`, and only there copies what came to the
+device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.vendor.outbox import Outbox
+
 __all__ = ["StagedMessage", "received", "sent"]
 
 Move = Callable[[torch.Tensor], dist.Work]
@@ -20,13 +23,13 @@ Move = Callable[[torch.Tensor], dist.Work]
 
 
 class StagedMessage(dist.Work):
-    """``work`` moves ``host``; ``into`` receives it, if given, on the stream that is current at the wait."""
+    """``work`` moves ``host``, which ``into`` receives on the stream that is current at the wait."""
 
-    def __init__(self, work: dist.Work, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
+    def __init__(self, work: dist.Work, host: torch.Tensor, into: torch.Tensor) -> None:
         super().__init__()
         self._work = work
         self._host = host
-        self._into = into
+        self._into: torch.Tensor | None = into
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the host link; raises the communicator's typed errors. Later calls return at once."""
@@ -43,12 +46,10 @@ class StagedMessage(dist.Work):
         return self._work.is_success()
 
 
-def sent(tensor: torch.Tensor, move: Move) -> StagedMessage:
-    """Begin to send ``tensor``: it may change after the call."""
+def sent(tensor: torch.Tensor, move: Move, outbox: Outbox, generation: int) -> dist.Work:
+    """Begin to send ``tensor`` in ``generation``, once its device has computed it: later work may change it."""
     host = _beside(tensor).copy_(tensor.detach(), non_blocking=True)
-    if tensor.device.type != "cpu":
-        torch.accelerator.current_stream(tensor.device).synchronize()
-    return StagedMessage(move(host), host)
+    return move(host) if tensor.device.type == "cpu" else outbox.post(generation, host, move)
 
 
 def received(tensor: torch.Tensor, move: Move) -> StagedMessage:

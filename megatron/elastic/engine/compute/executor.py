@@ -16,11 +16,9 @@ launch; the replicas are averaged after the vote.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -34,6 +32,7 @@ from megatron.elastic.engine.compute.model_interface import (
     ModelInterface,
     place_of,
 )
+from megatron.elastic.engine.compute.piece_times import HOST_CLOCK, Clock, PieceTimes
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut, taken
@@ -42,7 +41,7 @@ from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 from megatron.elastic.plan.schedule.finishing import GRADIENT_OPS, final_actions
 
-__all__ = ["Executor", "Pass", "PassResult", "Timed"]
+__all__ = ["Executor", "Pass", "PassResult"]
 
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
@@ -59,8 +58,9 @@ class Pass:
     """Entered around forward and backward of a piece: dropout keys."""
     reach: Callable[[str], None]
     """Called at named points (fault injection)."""
-    drag: Callable[[int], None]
-    """Called after every computation with its nanoseconds; sleeps on a rank that is slowed by fault injection."""
+    drag: Callable[[Callable[[], int]], None]
+    """Called after every computation with a function that waits for it and returns its nanoseconds; sleeps on a rank
+    that is slowed by fault injection."""
     timeline: Timeline
     folded: Callable[[], None]
     """Called after each backward of a piece (exact mode then adds up its gradients)."""
@@ -93,13 +93,12 @@ class PassResult:
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received from here, where routers have a bias."""
-    actions: list[Timed] = field(default_factory=list)
-    """Computations in the order they ran."""
+    measured: PieceTimes = field(default_factory=PieceTimes)
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return (first unit, end unit) → nanoseconds of (forwards, backwards)."""
+        """Return (first unit, end unit) → nanoseconds of (forwards, backwards). Waits for the device."""
         sums: dict[tuple[int, int], tuple[int, int]] = {}
-        for action in self.actions:
+        for action in self.measured.read():
             piece, spent = pieces[action.piece], action.end_ns - action.start_ns - action.aside_ns
             if not piece.rows:  # its time is that of other cells
                 continue
@@ -107,17 +106,6 @@ class PassResult:
             both = (forward + spent, backward) if action.op is Op.FORWARD else (forward, backward + spent)
             sums[piece.first, piece.end] = both
         return sums
-
-
-class Timed(NamedTuple):
-    """The time of a computation by this process's monotonic clock, without waiting for its inputs."""
-
-    op: Op
-    piece: int
-    start_ns: int
-    end_ns: int
-    aside_ns: int
-    """Part of it in which this rank served, or waited for, communication behind the computation."""
 
 
 @dataclass
@@ -143,6 +131,7 @@ class Executor:
         position: int,
         accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None],
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        clock: Clock = HOST_CLOCK,
     ) -> None:
         self._interface = interface
         self._transport = transport
@@ -151,6 +140,7 @@ class Executor:
         self._position = position
         self._accumulate = accumulate
         self._device = device
+        self._clock = clock
         self._split = frozenset(a.piece for a in plan.table(cell.id) if a.op is Op.BACKWARD_INPUT)
         self._pieces = {piece.id: piece for piece in plan.pieces}
         self._final = final_actions(plan, cell.id)
@@ -186,7 +176,7 @@ class Executor:
 
     def run(self, work: Pass) -> PassResult:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
-        result = PassResult()
+        result = PassResult(measured=PieceTimes(self._clock))
         self._reset()
         self._interface.set_expert_bias(work.expert_bias)
         if work.training:
@@ -207,6 +197,8 @@ class Executor:
             if work.training:
                 result.report |= self._interface.layer_losses()
                 result.expert_tokens = self._interface.expert_tokens()
+            if work.timeline.enabled:
+                self._draw(result, work.timeline)
         finally:
             self._reset()
             self._transport.abandon()
@@ -229,7 +221,7 @@ class Executor:
                 with self._interface.deferring(piece) as self._deferred[piece.id]:
                     self._backward(action, piece, work, result)
             case Op.BACKWARD_WEIGHT:
-                with _timed(action, piece, work, result):
+                with _timed(action, work, result):
                     self._deferred.pop(piece.id).run(self._accumulate)
                 self._accumulated(piece, work, result)
             case Op.SEND_FORWARD:
@@ -243,6 +235,11 @@ class Executor:
                 gradient = self._local[(-1 - piece.id, True)]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
 
+    def _draw(self, result: PassResult, timeline: Timeline) -> None:
+        for op, number, start_ns, end_ns, _ in result.measured.read():
+            piece = self._pieces[number]
+            timeline.computed(op.value, piece.id, piece.first, piece.end, start_ns, end_ns)
+
     def _accumulated(self, piece: Piece, work: Pass, result: PassResult) -> None:
         if piece.rows:
             result.ledger.accumulated(piece, work.address.samples(piece))
@@ -251,7 +248,7 @@ class Executor:
         """Run the forward of a piece without rows: its crew exchanges tokens in it."""
         grad_mode = nullcontext() if work.training else torch.no_grad()
         splittable = self._interface.deferring(piece) if work.training and piece.id in self._split else nullcontext()
-        with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
+        with work.scope(piece), grad_mode, splittable, _timed(action, work, result):
             place = place_of(piece.first, piece.end, self._interface.compute_units)
             output = self._interface.ghost(piece, place)
         if work.training:
@@ -267,7 +264,7 @@ class Executor:
         grad_mode = nullcontext() if work.training else torch.no_grad()
         splittable = self._interface.deferring(piece) if work.training and piece.id in self._split else nullcontext()
         batch = work.batches(piece)
-        with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
+        with work.scope(piece), grad_mode, splittable, _timed(action, work, result):
             place = place_of(piece.first, piece.end, self._interface.compute_units)
             output = self._interface.forward(work.forward_step, piece, place, source, batch)
         self._enter(piece, batch, work, result)
@@ -300,7 +297,7 @@ class Executor:
             gradient = torch.zeros_like(running.output)
         elif piece.end < self._interface.compute_units:
             gradient = self._assemble(piece, backward=True)
-        with work.scope(piece), _timed(action, piece, work, result):
+        with work.scope(piece), _timed(action, work, result):
             torch.autograd.backward(running.output, grad_tensors=gradient)
         if running.source is not None:
             assert running.source.grad is not None
@@ -371,15 +368,8 @@ class Executor:
         return boundary_transfers(senders, receivers, self._interface.cut_sequence() or SequenceCut(held))
 
 
-@contextmanager
-def _timed(action: Action, piece: Piece, work: Pass, result: PassResult) -> Iterator[None]:
-    start, before = time.monotonic_ns(), work.aside()
-    yield
-    aside = work.aside() - before
-    work.drag(time.monotonic_ns() - start - aside)
-    end = time.monotonic_ns()
-    result.actions.append(Timed(action.op, action.piece, start, end, aside))
-    work.timeline.computed(action.op.value, piece.id, piece.first, piece.end, start, end)
+def _timed(action: Action, work: Pass, result: PassResult) -> AbstractContextManager[None]:
+    return result.measured.around(action, work.drag, work.aside)
 
 
 def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:

@@ -31,6 +31,7 @@ from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutO
 from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
 from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelInterface
+from megatron.elastic.engine.compute.piece_times import HOST_CLOCK, Clock
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
 from megatron.elastic.engine.compute.replicas import unequal_replicas
 from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
@@ -77,12 +78,14 @@ class Tools:
     """Fault injection: (point, step)."""
     publish: Callable[[str, tuple[int, ...]], None]
     """Activity for hang detection: (phase, waiting for)."""
-    drag: Callable[[int, int], None]
-    """Fault injection: (step, nanoseconds just computed); a slowed rank sleeps in proportion."""
+    drag: Callable[[int, Callable[[], int]], None]
+    """Fault injection: (step, nanoseconds of the last computation); a slowed rank sleeps in proportion."""
     timeline: Timeline = field(default_factory=Timeline)
     """Records the times of this process's actions, if tracing is on."""
     steady_clock: bool = True
-    """True if this process has its processor to itself, so that times of pieces measure the rank's speed."""
+    """True if this process has its processor or device to itself, so that times of pieces measure the rank's speed."""
+    clock: Clock = HOST_CLOCK
+    """Measures the pieces' computations."""
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
@@ -129,6 +132,7 @@ class StepBody:
                 view.cell.ranks.index(view.rank),
                 tools.arena.accumulate,
                 tools.arena.device,
+                tools.clock,
             )
         )
 

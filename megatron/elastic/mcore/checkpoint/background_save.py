@@ -339,7 +339,7 @@ class BackgroundSave:
             lambda: reach("save_writing", record.version),
             certified.digest if certified is not None else "",
         )
-        threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
+        engine.tools.threads.start("elastic-save", self._write.run)
 
     def _tag(self) -> str:
         """Return a tag that is unique to this save and equal on every rank. Collective.

@@ -81,6 +81,13 @@ int standin_device_of(const void* address) { return standin::device_of(address);
 int standin_enqueue(void* stream, void (*job)(void*), void* argument) {
   return status([&] { static_cast<standin::Stream*>(stream)->push([job, argument] { job(argument); }); });
 }
+// The same for work that other processes wait for: a stream that holds work back runs up to it.
+int standin_enqueue_awaited(void* stream, void (*job)(void*), void* argument) {
+  return status([&] {
+    auto* queue = static_cast<standin::Stream*>(stream);
+    queue->done(queue->push([job, argument] { job(argument); }));
+  });
+}
 void* standin_stream(int index) { return &standin::current_stream(index); }
 
 // With the interpreter's lock (ctypes.PyDLL).

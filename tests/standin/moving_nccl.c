@@ -2,7 +2,11 @@
  *
  * An id names a file in $STANDIN_DIR; a communicator is that file mapped: a barrier and one area a rank. Calls block
  * until they are done and end with an error once the communicator is revoked here or aborted by anybody. A file named
- * "hang" in $STANDIN_DIR makes revoke and abort hang. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out. */
+ * "hang" in $STANDIN_DIR makes revoke and abort hang. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out.
+ *
+ * With -DON_STREAMS it is the library of the stand-in accelerator: operations are enqueued on the stream that is given
+ * and end, as NCCL's kernels do, when they are done or their communicator is revoked. Others wait for them, so a stream
+ * that holds its work back runs up to them. */
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -17,10 +21,32 @@ typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct { volatile int arrived, generation, aborted; volatile int opened; } Head;
 typedef struct { Head head; volatile uint64_t mail[MOST][MOST]; char areas[MOST][AREA]; char letters[MOST][MOST][1 << 16]; } Shared;
 typedef struct { int size, rank; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
+typedef struct { int kind, peer, done; const char* from; char* to; size_t bytes, at; ncclComm_t comm; } Message;
+typedef struct { const char* from; char* to; size_t count; int type, op, root; ncclComm_t comm; } Collective;
+typedef struct { int count; Message messages[]; } Batch;
 
-static int made, depth;
-static struct { int kind, peer, done; const char* from; char* to; size_t bytes, at; ncclComm_t comm; } queue[256];
-static int queued;
+static int made;
+static __thread int depth, queued;
+static __thread Message queue[256];
+static __thread void* group_stream;
+
+#ifdef ON_STREAMS
+void* standin_backing(const void* address);
+int standin_enqueue_awaited(void* stream, void (*job)(void*), void* argument);
+#define MEMORY(address) standin_backing(address)
+#else
+#define MEMORY(address) ((void*)(address))
+#endif
+
+/* Run `job` on a copy of its argument, which it frees: at once, or in the order of the stream. */
+static int launch(void* stream, int (*job)(void*), const void* argument, size_t bytes) {
+  void* copy = memcpy(malloc(bytes), argument, bytes);
+#ifdef ON_STREAMS
+  return standin_enqueue_awaited(stream, (void (*)(void*))job, copy) ? INVALID : 0;
+#else
+  return job(copy);
+#endif
+}
 
 static const char* folder(void) { return getenv("STANDIN_DIR") ? getenv("STANDIN_DIR") : "/tmp"; }
 
@@ -87,7 +113,22 @@ int ncclCommAbort(ncclComm_t c) {
 
 static size_t width(int type) { return type < 2 ? 1 : type < 4 || type == 7 ? 4 : type == 6 || type == 9 ? 2 : 8; }
 
+static float wide(uint16_t value) { /* of bf16 */
+  const uint32_t bits = (uint32_t)value << 16;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
+}
+
+static uint16_t narrow(float value) { /* to the nearest, ties to even */
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if (value != value) return 0x7FC0;
+  return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
 static int fold(char* into, const char* from, size_t count, int type, int op) {
+  if (op > 3) return INVALID;
 #define LOOP(T) for (size_t i = 0; i < count; i++) { T* a = (T*)into + i; T b = ((const T*)from)[i]; \
     *a = op == 0 ? *a + b : op == 1 ? *a * b : op == 2 ? (*a > b ? *a : b) : (*a < b ? *a : b); } return 0
   switch (type) {
@@ -95,12 +136,18 @@ static int fold(char* into, const char* from, size_t count, int type, int op) {
     case 4: LOOP(int64_t);
     case 7: LOOP(float);
     case 8: LOOP(double);
+    case 9:
+      for (size_t i = 0; i < count; i++) {
+        const float a = wide(((uint16_t*)into)[i]), b = wide(((const uint16_t*)from)[i]);
+        ((uint16_t*)into)[i] = narrow(op == 0 ? a + b : op == 1 ? a * b : op == 2 ? (a > b ? a : b) : (a < b ? a : b));
+      }
+      return 0;
     default: return INVALID;
   }
 }
 
 /* root < 0: everybody gets the result; op < 0: the root's bytes, not a sum. */
-static int collective(const char* from, char* to, size_t count, int type, int op, int root, ncclComm_t c) {
+static int move_all(const char* from, char* to, size_t count, int type, int op, int root, ncclComm_t c) {
   const size_t unit = width(type), step = AREA / unit;
   if (dead(c)) return REMOTE;
   for (size_t at = 0; at < count || at == 0; at += step) {
@@ -121,76 +168,84 @@ static int collective(const char* from, char* to, size_t count, int type, int op
   return 0;
 }
 
-int ncclAllReduce(const void* f, void* t, size_t n, int type, int op, ncclComm_t c, void* s) { return collective(f, t, n, type, op, -1, c); }
-int ncclReduce(const void* f, void* t, size_t n, int type, int op, int root, ncclComm_t c, void* s) { return collective(f, t, n, type, op, root, c); }
-int ncclBroadcast(const void* f, void* t, size_t n, int type, int root, ncclComm_t c, void* s) { return collective(f, t, n, type, -1, root, c); }
-
-static int letter(int kind, int peer, const char* from, char* to, size_t bytes, ncclComm_t c) {
-  const size_t most = sizeof c->shared->letters[0][0];
-  for (size_t at = 0; at < bytes || at == 0; at += most) {
-    const size_t n = bytes - at < most ? bytes - at : most;
-    volatile uint64_t* full = kind ? &c->shared->mail[c->rank][peer] : &c->shared->mail[peer][c->rank];
-    while ((*full != 0) == kind) {
-      if (dead(c)) return REMOTE;
-      usleep(20);
-    }
-    if (kind) memcpy(c->shared->letters[c->rank][peer], from + at, n);
-    else memcpy(to + at, c->shared->letters[peer][c->rank], n);
-    __sync_synchronize();
-    *full = kind;
-    if (bytes == 0) break;
-  }
-  return 0;
+static int run_collective(void* argument) {
+  const Collective one = *(Collective*)argument;
+  free(argument);
+  return move_all(MEMORY(one.from), MEMORY(one.to), one.count, one.type, one.op, one.root, one.comm);
 }
 
-static int enqueue(int kind, int peer, const void* from, void* to, size_t count, int type, ncclComm_t c) {
-  if (dead(c)) return REMOTE;
-  if (!depth) return letter(kind, peer, from, to, count * width(type), c);
-  queue[queued].kind = kind; queue[queued].peer = peer; queue[queued].from = from; queue[queued].to = to;
-  queue[queued].done = 0; queue[queued].at = 0;
-  queue[queued].bytes = count * width(type); queue[queued++].comm = c;
-  return 0;
+static int collective(const void* from, void* to, size_t count, int type, int op, int root, ncclComm_t c, void* stream) {
+  const Collective one = {from, to, count, type, op, root, c};
+  return dead(c) ? REMOTE : launch(stream, run_collective, &one, sizeof one);
 }
 
-/* One letter of message i of the group, unless its box is not ready or an earlier message goes the same way. */
-static int advance(int i) {
-  ncclComm_t c = queue[i].comm;
-  const size_t most = sizeof c->shared->letters[0][0], left = queue[i].bytes - queue[i].at, n = left < most ? left : most;
-  const int kind = queue[i].kind, peer = queue[i].peer;
+int ncclAllReduce(const void* f, void* t, size_t n, int type, int op, ncclComm_t c, void* s) { return collective(f, t, n, type, op, -1, c, s); }
+int ncclReduce(const void* f, void* t, size_t n, int type, int op, int root, ncclComm_t c, void* s) { return collective(f, t, n, type, op, root, c, s); }
+int ncclBroadcast(const void* f, void* t, size_t n, int type, int root, ncclComm_t c, void* s) { return collective(f, t, n, type, -1, root, c, s); }
+
+/* One letter of message i of the batch, unless its box is not ready or an earlier message goes the same way. */
+static int advance(Batch* batch, int i) {
+  Message* one = &batch->messages[i];
+  ncclComm_t c = one->comm;
+  const size_t most = sizeof c->shared->letters[0][0], left = one->bytes - one->at, n = left < most ? left : most;
+  const int kind = one->kind, peer = one->peer;
   for (int j = 0; j < i; j++) {
-    if (!queue[j].done && queue[j].kind == kind && queue[j].peer == peer && queue[j].comm == c) return 0;
+    const Message* before = &batch->messages[j];
+    if (!before->done && before->kind == kind && before->peer == peer && before->comm == c) return 0;
   }
   volatile uint64_t* full = kind ? &c->shared->mail[c->rank][peer] : &c->shared->mail[peer][c->rank];
   if ((*full != 0) == kind) return 0;
-  if (kind) memcpy(c->shared->letters[c->rank][peer], queue[i].from + queue[i].at, n);
-  else memcpy(queue[i].to + queue[i].at, c->shared->letters[peer][c->rank], n);
+  if (kind) memcpy(c->shared->letters[c->rank][peer], (const char*)MEMORY(one->from) + one->at, n);
+  else memcpy((char*)MEMORY(one->to) + one->at, c->shared->letters[peer][c->rank], n);
   __sync_synchronize();
   *full = kind;
-  queue[i].at += n;
-  queue[i].done = queue[i].at == queue[i].bytes;
+  one->at += n;
+  one->done = one->at == one->bytes;
   return 1;
 }
 
-int ncclSend(const void* f, size_t n, int type, int peer, ncclComm_t c, void* s) { return enqueue(1, peer, f, 0, n, type, c); }
-int ncclRecv(void* t, size_t n, int type, int peer, ncclComm_t c, void* s) { return enqueue(0, peer, 0, t, n, type, c); }
-int ncclGroupStart(void) { depth++; return 0; }
-int ncclGroupEnd(void) {
+/* All side by side: none waits for one that comes later. */
+static int run_batch(void* argument) {
+  Batch* batch = argument;
   int code = 0;
-  if (--depth) return 0;
-  for (int left = queued; left > 0 && !code;) { /* all side by side: none waits for one that comes later */
+  for (int left = batch->count; left > 0 && !code;) {
     int moved = 0;
     left = 0;
-    for (int i = 0; i < queued; i++) {
-      if (queue[i].done) continue;
-      if (dead(queue[i].comm)) code = REMOTE;
-      else moved |= advance(i);
-      left += !queue[i].done;
+    for (int i = 0; i < batch->count; i++) {
+      if (batch->messages[i].done) continue;
+      if (dead(batch->messages[i].comm)) code = REMOTE;
+      else moved |= advance(batch, i);
+      left += !batch->messages[i].done;
     }
     if (!moved) usleep(20);
   }
-  queued = 0;
+  free(batch);
   return code;
 }
+
+int ncclGroupStart(void) { depth++; return 0; }
+int ncclGroupEnd(void) {
+  if (--depth || !queued) return 0;
+  const size_t bytes = sizeof(Batch) + (size_t)queued * sizeof(Message);
+  Batch* batch = malloc(bytes);
+  batch->count = queued;
+  memcpy(batch->messages, queue, (size_t)queued * sizeof(Message));
+  queued = 0;
+  const int code = launch(group_stream, run_batch, batch, bytes);
+  free(batch);
+  return code;
+}
+
+static int message(int kind, int peer, const void* from, void* to, size_t count, int type, ncclComm_t c, void* stream) {
+  if (dead(c)) return REMOTE;
+  ncclGroupStart();
+  queue[queued++] = (Message){kind, peer, 0, from, to, count * width(type), 0, c};
+  group_stream = stream;
+  return ncclGroupEnd();
+}
+
+int ncclSend(const void* f, size_t n, int type, int peer, ncclComm_t c, void* s) { return message(1, peer, f, 0, n, type, c, s); }
+int ncclRecv(void* t, size_t n, int type, int peer, ncclComm_t c, void* s) { return message(0, peer, 0, t, n, type, c, s); }
 
 #ifndef NO_REVOKE
 int ncclCommRevoke(ncclComm_t c, int flags) {

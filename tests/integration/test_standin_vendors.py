@@ -1,0 +1,65 @@
+"""Whole jobs on the stand-in accelerator whose bulk data goes through a vendor's library, and which lose ranks.
+
+The library moves real bytes in the order of the devices' streams; what it lacks differs by version. A rank is killed
+between the collectives of a reduce, where the others wait for it on their devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
+from tests.integration.kill_walk import DROPOUT, TWO
+from tests.standin.library import build
+from tests.standin.vendor import VERSIONS, with_hccl, with_nccl
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+LINGER = "delay:missing=1,count=0,point=before_step,seconds=0.5"
+"""Steps go slowly while a rank is missing, so that it is back before the end."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    build()
+
+
+def environment(folder: Path, version: str) -> dict[str, str]:
+    return with_hccl(folder) if version == "hccl" else with_nccl(folder, version)
+
+
+def job(folder: Path, version: str, *flags: str, layout: tuple[int, int, int] = (4, 1, 1)) -> JobResult:
+    return elastic_job(
+        folder / "events", *layout, STEPS, *DROPOUT, *TWO, *flags, environment=environment(folder, version), seconds=200
+    )
+
+
+def losing(*faults: str) -> tuple[str, str, str]:
+    return ("--elastic-allow-inject", "--elastic-inject", ";".join((LINGER, *faults)))
+
+
+def communicators(folder: Path, version: str) -> int:
+    """The number of communicators that the job made."""
+    return len(list((folder / ("basic" if version == "hccl" else version)).glob("id-*")))
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "hccl"])
+def test_a_rank_killed_during_a_collective_costs_no_step_and_comes_back(tmp_path: Path, version: str) -> None:
+    whole = job(tmp_path / "whole", version)
+    killed = job(tmp_path / "killed", version, *losing("kill:rank=1,step=3,point=mid_reduce"))
+    assert deviation_without_loss(whole, killed) <= 1e-6
+    assert {(record.rank, record.incarnation) for record in killed.of("phases")} >= {(1, 1)}
+    assert communicators(tmp_path / "killed", version) > communicators(tmp_path / "whole", version) > 0
+
+
+@pytest.mark.parametrize("version", ["full", "basic", "hccl"])
+def test_stages_and_tensor_parallel_groups_lose_a_rank(tmp_path: Path, version: str) -> None:
+    """Within a stage two replicas of two ranks: activations are summed by the library too, in bf16."""
+    flags = ("--bf16",)
+    whole = job(tmp_path / "whole", version, *flags, layout=(4, 2, 1))
+    faults = losing("kill:rank=3,step=2,point=mid_backward")
+    killed = job(tmp_path / "killed", version, *flags, *faults, layout=(4, 2, 1))
+    assert deviation_without_loss(whole, killed) <= 1e-3

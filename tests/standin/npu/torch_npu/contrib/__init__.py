@@ -1,0 +1,1 @@
+"""Modules that are imported for what they change."""

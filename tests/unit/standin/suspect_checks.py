@@ -1,0 +1,275 @@
+"""Faults that the engine had on devices, each check in a process of its own (``tests/standin/forked.py``)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import GenerationChanged
+from megatron.elastic.comm.vendor.fabric import DeviceFabric
+from megatron.elastic.comm.vendor.hccl import HcclCommunicator
+from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.executor import Executor, PassResult
+from megatron.elastic.engine.compute.piece_times import clock_of
+from megatron.elastic.engine.inject import Injector, parse
+from megatron.elastic.platform.own_device import threads_on
+from megatron.elastic.platform.threads import OS_THREADS
+from megatron.elastic.runtime import assembly
+from tests.standin import device as standin
+from tests.standin.platform import StandinPlatform
+from tests.standin.vendor import build_nccl
+from tests.unit.engine.test_executor import LENGTH, ROWS, UNITS, WIDTH, Layers, Nowhere, plan, work
+
+NAP = 300_000_000
+"""Nanoseconds that a device is kept busy, far longer than any call of these checks."""
+
+
+# -- the current device ----------------------------------------------------------------------
+
+
+def in_thread(threads: Any) -> list[int | str]:
+    """The device of a tensor that a thread of ``threads`` makes, or the error."""
+    seen: list[int | str] = []
+
+    def body() -> None:
+        try:
+            seen.append(torch.ones(1, device="standin").device.index)
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    threads.start("elastic-check", body).join()
+    return seen
+
+
+def check_threads_of_the_engine_begin_on_the_device_of_their_rank() -> None:
+    os.environ.update(LOCAL_RANK="3", STANDIN_OWN="local")
+    assert in_thread(threads_on(StandinPlatform())) == [3]
+    (other,) = in_thread(OS_THREADS)
+    assert "works on standin:3 alone, not on standin:0" in str(other)
+
+
+def check_a_group_is_aborted_on_the_device_of_its_rank() -> None:
+    class Backend:
+        def abort_hccl_comm(self, why: str) -> None:
+            self.device, self.thread = standin.current_device(), threading.current_thread()
+
+    backend = Backend()
+    set_device = partial(StandinPlatform().set_device, 2)
+    communicator = HcclCommunicator(0, lambda members, name: backend, limit=5.0, set_device=set_device)
+    communicator.start((0, 1), b"name")
+    communicator.close()
+    assert backend.device == 2 and backend.thread is not threading.main_thread()
+
+
+def check_the_clock_is_that_of_the_ranks_device() -> None:
+    """A rank of a node with more ranks than devices has another number than its device."""
+    os.environ["LOCAL_RANK"] = "6"
+    asked: list[Any] = []
+
+    def none_known(platform: str, index: int = 0) -> Any:
+        asked.append((platform, index))
+        return SimpleNamespace(why=lambda: "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "select", StandinPlatform)
+        patch.setattr(assembly, "frequency_of", none_known)
+        assembly._clocks(cast(Any, SimpleNamespace()), ElasticConfig(frequency="auto"), cast(Any, None))
+    assert asked == [("standin", 2)]
+
+
+# -- messages over host links ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks of one process, linked, and their groups."""
+
+    fabrics: tuple[DeviceFabric, DeviceFabric]
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def linked() -> Pair:
+    """In generation 1."""
+    vendor = vendor_of(StandinPlatform(), dist.HashStore())
+    first, second = (vendor.fabric(rank, 2, 0, run_id="pair", secret=b"pair", timeout=20.0) for rank in range(2))
+    edit((first, second), 1)
+    return Pair((first, second), (first.group_apart("pp", (0, 1)), second.group_apart("pp", (0, 1))))
+
+
+def edit(fabrics: Sequence[DeviceFabric], generation: int) -> None:
+    addresses = {fabric.rank: fabric.address() for fabric in fabrics}
+    threads = [threading.Thread(target=one.edit, args=(generation, addresses, 20.0)) for one in fabrics]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def busy() -> torch.Event:
+    """Keep the device busy; the event comes when it is free."""
+    standin.set_lateness(0.0)
+    standin._sleep(NAP)
+    free = torch.Event(torch.device("standin", 0))
+    free.record()
+    return free
+
+
+def check_a_send_does_not_wait_for_the_device() -> None:
+    pair = linked()
+    free = busy()
+    tensor = torch.full((4,), 2.0, device="standin")
+    leaving = pair.groups[0].send([tensor], 1, 5)
+    tensor.zero_()
+    assert not free.query() and not leaving.is_completed(), "the rank can go on launching"
+    into = torch.zeros(4, device="standin")
+    assert pair.groups[1].recv([into], 0, 5).wait() and leaving.wait(timedelta(seconds=20))
+    assert into.tolist() == [2.0] * 4 and standin.unpinned_asynchronous_copies() == 0
+    assert leaving.is_completed() and leaving.is_success()
+
+
+def check_a_send_of_an_older_generation_is_never_begun() -> None:
+    """Its tag may be used again by the step that is run once more."""
+    pair = linked()
+    busy()
+    void = pair.groups[0].send([torch.ones(4, device="standin")], 1, 5)
+    for fabric in pair.fabrics:
+        fabric.interrupt(2)
+    with pytest.raises(GenerationChanged):
+        void.wait()
+    edit(pair.fabrics, 2)
+    again = pair.groups[0].send([torch.full((4,), 3.0, device="standin")], 1, 5)
+    into = torch.zeros(4, device="standin")
+    assert pair.groups[1].recv([into], 0, 5).wait() and again.wait()
+    assert into.tolist() == [3.0] * 4
+
+
+# -- a vendor's library ----------------------------------------------------------------------
+
+
+class OnDevices:
+    """Two ranks of one process on a device each, in one group whose tensors the stand-in NCCL moves."""
+
+    def __init__(self, folder: Path) -> None:
+        path = build_nccl(folder, "full", on_streams=True)
+        os.environ["STANDIN_DIR"] = str(path.parent)
+        opened = NcclLibrary(path)
+        self.threads = [ThreadPoolExecutor(1, initializer=partial(standin.set_device, rank)) for rank in range(2)]
+        self.fabrics = [
+            self._vendor(opened, rank).fabric(rank, 2, 0, run_id="pair", secret=b"pair") for rank in range(2)
+        ]
+        edit(self.fabrics, 1)
+        self.groups = [fabric.group_apart("dp", (0, 1)) for fabric in self.fabrics]
+
+    def _vendor(self, library: NcclLibrary, rank: int) -> Vendor:
+        def stream() -> int:
+            return standin.current_stream(rank).cuda_stream
+
+        def communicator(number: int) -> NcclCommunicator:
+            return NcclCommunicator(library, number, 20.0, partial(standin.set_device, rank), stream)
+
+        return Vendor(torch.device("standin", rank), f"device{rank}", communicator)
+
+    def sum(self, rank: int) -> Future[torch.Tensor]:
+        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread."""
+
+        def enqueue() -> torch.Tensor:
+            tensor = torch.full((4,), rank + 1.0, device=f"standin:{rank}")
+            self.groups[rank].allreduce([tensor])
+            return tensor
+
+        return self.threads[rank].submit(enqueue)
+
+    def waits(self, rank: int, expected: tuple[int, ...]) -> bool:
+        """True as soon as the rank waits for ``expected``; False if it does not in time."""
+        end = time.monotonic() + 20
+        while self.fabrics[rank].waiting_for() != expected and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.fabrics[rank].waiting_for() == expected
+
+
+def check_a_wait_on_the_device_names_the_ranks_that_it_waits_for(folder: Path) -> None:
+    job = OnDevices(folder)
+    sums = [job.sum(rank) for rank in range(2)]
+    assert [one.result(20).tolist() for one in sums] == [[3.0] * 4] * 2
+    first = job.sum(0).result(20)
+    assert job.waits(0, (1,)), "the call has returned, the device waits"
+    standin.set_lateness(0.0)
+    job.threads[1].submit(standin._sleep, NAP).result()
+    second = job.sum(1).result(20)
+    assert job.fabrics[1].waiting_for() == (), "its device has not come to the operation: it is others that wait"
+    assert (first.tolist(), second.tolist()) == ([3.0] * 4, [3.0] * 4)
+    assert job.waits(0, ()) and job.waits(1, ())
+
+
+def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder: Path) -> None:
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    job.sum(0).result(20)
+    assert job.waits(0, (1,))
+    job.fabrics[0].interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
+    with pytest.raises(GenerationChanged):
+        job.sum(0).result(20)
+
+
+# -- times -----------------------------------------------------------------------------------
+
+
+def slow_pass(**change: Any) -> PassResult:
+    """One pass whose first forward keeps the device busy for ``NAP``."""
+    standin.set_lateness(0.0)
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH).to("standin") for _ in range(UNITS)])
+    interface.batch = torch.randn(LENGTH, ROWS, WIDTH).to("standin")
+    forward = interface.forward
+    slept: list[bool] = []
+
+    def first(*given: Any) -> Any:
+        output = forward(*given)
+        if not slept:
+            slept.append(True)
+            standin._sleep(NAP)
+        return output
+
+    interface.forward = first  # type: ignore[assignment, method-assign]
+    found, device = plan(0, UNITS), torch.device("standin", 0)
+    execute = Executor(
+        interface,  # type: ignore[arg-type]
+        Nowhere(),
+        found,
+        found.cells[0],
+        0,
+        lambda *_: None,
+        device,
+        clock_of(StandinPlatform()),
+    )
+    return execute.run(replace(work(), **change))
+
+
+def check_pieces_are_timed_by_the_device_and_not_by_their_launches() -> None:
+    measured = slow_pass().measured.read()
+    spent = [one.end_ns - one.start_ns for one in measured]
+    assert spent[0] >= NAP and max(spent[1:]) < NAP
+    starts = [one.start_ns for one in measured]
+    assert starts == sorted(starts), "in the order of the work"
+
+
+def check_an_injected_slowness_is_in_proportion_to_the_devices_work() -> None:
+    injector = Injector(parse("slow:factor=2"), 0, 0)
+    measured = slow_pass(drag=partial(injector.drag, 0)).measured.read()
+    assert measured[0].end_ns - measured[0].start_ns >= 2 * NAP

@@ -1,0 +1,98 @@
+"""The proof of a machine's devices: its figures, its report, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.elastic.observe.events import EventRecord
+from tools.proof import report
+from tools.proof.__main__ import main
+from tools.proof.machine import DRAINED, Ran
+from tools.proof.sections import SECTIONS, deviation, happened, mttr, phases, whole_again
+
+KILLS = "".join(
+    f"injected kill: rank {rank}, step {step}, {point} (where), wall time {wall}\n"
+    for rank, step, point, wall in ((1, 4, "after_vote", 10.5), (2, 6, "mid_reduce", 12.5))
+)
+
+
+def record(kind: str, wall: float, rank: int = 0, incarnation: int = 0, **fields: Any) -> EventRecord:
+    return EventRecord(kind, wall, round(wall * 1e9), rank, incarnation, 1, None, fields)
+
+
+def committed(*walls: float) -> list[EventRecord]:
+    return [record("step", wall, step=step, losses={"lm loss": 1.0}) for step, wall in enumerate(walls, 3)]
+
+
+def test_the_mean_that_megatron_prints_with_its_second_step_is_taken_apart() -> None:
+    lines = [f"iteration {step}/ 9 | lm loss: {loss}" for step, loss in ((3, 4.0), (4, 3.5), (5, 2.0))]
+    assert Ran(0, "\n".join(lines), 1.0).losses == {3: 4.0, 4: 3.0, 5: 2.0}
+
+
+def test_a_missing_step_is_no_small_deviation() -> None:
+    reference = {3: 2.0, 4: 2.0, 5: 2.0}
+    assert deviation(reference, {3: 2.0, 4: 2.002}) == pytest.approx(1e-3)
+    assert deviation(reference, {3: 2.0, 5: 2.0}) == deviation(reference, {}) == float("inf")
+    assert deviation(reference, dict.fromkeys(range(3, 7), 2.0)) == float("inf")
+
+
+def test_the_time_to_repair_is_that_from_a_kill_to_the_next_commit() -> None:
+    run = Ran(DRAINED, KILLS, 1.0, committed(10.0, 11.0, 12.0, 13.0, 17.0))
+    assert mttr(run) == {"to_next_commit": 0.5, "normal_step": 1.0}
+    assert [point for point, *_ in happened(KILLS)] == ["after_vote", "mid_reduce"]
+    recoveries = [record("recovery", 1.0, seconds={"decide": 0.1}), record("recovery", 1.0, seconds={"decide": 0.3})]
+    assert phases(recoveries) == {"decide": 0.2}
+    back = [record("phases", 1.0, rank, 1) for rank in (1, 2)]
+    assert whole_again(2)(back, KILLS) and not whole_again(2)(back[:1], KILLS) and not whole_again(3)(back, KILLS)
+
+
+def test_a_job_that_failed_is_told_with_the_end_of_its_output() -> None:
+    assert Ran(0, "x", 1.0).fault == Ran(DRAINED, "x", 1.0).fault == ""
+    assert Ran(1, "no such device", 1.0).fault == "exit code 1\nno such device"
+
+
+def test_both_reports_have_every_section(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"ranks": 2, "deviation": 1e-7, "fault": ""},
+        {"ranks": 4, "deviation": float("inf"), "fault": "lost"},
+    ]
+    sections: dict[str, dict[str, Any]] = {name: {"passed": True, "seconds": 1.0} for name in SECTIONS}
+    sections["parity"] = {"passed": False, "seconds": 2.0, "layouts": rows, "fault": ""}
+    sections["library_edits"] = {"passed": None, "seconds": 0.0, "why": "one device"}
+    found: dict[str, Any] = {"platform": "cuda", "began": "today", "seconds": 3.0, "sections": sections}
+    report.write(found, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"## {name}" in text for name in SECTIONS)
+    assert "| parity | **failed** | 2 |" in text and "| library_edits | not possible here | 0 |" in text
+    assert "| 4 | inf | lost |" in text and "- why: one device" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--platform", "cuda", "--out", "{full}"), "the folder is not empty"),
+        (("--platform", "a:B", "--out", "{new}"), "--one-device: which variable leaves one device of a:B visible?"),
+        (("--platform", "cuda", "--out", "{new}", "--sections", "kills"), "its checkpoint is made by parity"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_flag(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    words = [word.format(full=tmp_path / "full", new=tmp_path / "new") for word in flags]
+    monkeypatch.setattr(sys, "argv", ["tools.proof", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()

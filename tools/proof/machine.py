@@ -1,0 +1,137 @@
+"""The jobs of a proof: one command each, on the devices of this machine or on one of them.
+
+Invariant: a job that fails or takes too long is a result (:attr:`Ran.fault`), never the end of the proof.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megatron.elastic.observe.events import EventRecord, read_events
+from tools.bench._jobs import PRETRAIN, QUIET, ROOT, command, environment
+
+__all__ = ["DRAINED", "Machine", "Ran", "on_platform"]
+
+DRAINED = 3
+"""Exit code of a job that was told to end."""
+_LEAVING = 30.0
+"""Seconds in which a job that is told to end must have ended."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that has ended."""
+
+    code: int
+    output: str
+    seconds: float
+    events: list[EventRecord] = field(default_factory=list)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Step → loss: of the event log with all digits, else as Megatron prints it."""
+        steps = [record.fields for record in self.events if record.kind == "step"]
+        if steps:
+            return {step["step"]: step["losses"]["lm loss"] for step in steps if step["losses"]}
+        found = {int(i): float(v) for i, v in re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+)", self.output)}
+        if len(found) > 1:  # with its second step Megatron prints the mean of a process's first two
+            first, second = list(found)[:2]
+            found[second] = 2 * found[second] - found[first]
+        return found
+
+    @cached_property
+    def milliseconds(self) -> list[float]:
+        """Of each step, as Megatron prints it."""
+        return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): (\S+)", self.output)]
+
+    @property
+    def memory_mb(self) -> dict[int, float]:
+        """Rank → most device memory that was allocated, MB, as Megatron prints it after the first steps."""
+        found = re.findall(r"\[Rank (\d+)\] .*?max allocated: ([\d.]+)", self.output)
+        return {int(rank): float(value) for rank, value in found}
+
+    @property
+    def fault(self) -> str:
+        """The end of the output of a job that failed; else nothing."""
+        return "" if self.code in (0, DRAINED) else f"exit code {self.code}\n{self.output[-2000:]}"
+
+    def of(self, kind: str) -> list[EventRecord]:
+        """Events of one kind."""
+        return [record for record in self.events if record.kind == kind]
+
+
+def on_platform(platform: str, **more: str) -> dict[str, str]:
+    """The variables of a process on ``platform``, which a package on PYTHONPATH may bring."""
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"ELASTIC_PLATFORM": platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **more}
+    return {**environment(), "PYTHONPATH": os.pathsep.join(places), **settings}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one platform, as ``ELASTIC_PLATFORM`` names it. ``one``: variables that leave one device visible."""
+
+    platform: str
+    devices: int
+    one: Mapping[str, str]
+    folder: Path
+
+    def environment(self, one_device: bool = False) -> dict[str, str]:
+        """The variables of a job."""
+        return on_platform(self.platform, **(self.one if one_device else {}))
+
+    def job(
+        self,
+        name: str,
+        ranks: int,
+        *flags: str,
+        elastic: bool = True,
+        one_device: bool = False,
+        seconds: float = 180.0,
+        until: Callable[[list[EventRecord], str], bool] | None = None,
+    ) -> Ran:
+        """Run ``pretrain_gpt.py`` on ``ranks`` processes. ``until``: the job has no end, and is told to end then."""
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        events = folder / "events"
+        own = ("--elastic", "--elastic-event-log", str(events)) if elastic else ()
+        words = command(ranks, *QUIET, *flags, *own, script=PRETRAIN)
+        said, began = folder / "output.txt", time.monotonic()
+        with said.open("w") as out:
+            running = subprocess.Popen(
+                words, cwd=ROOT, env=self.environment(one_device), stdout=out, stderr=subprocess.STDOUT
+            )
+            code = _followed(running, events, said, began + seconds, until)
+        found = read_events(events) if events.is_dir() else []
+        return Ran(code, said.read_text(errors="replace"), time.monotonic() - began, found)
+
+
+def _followed(
+    running: subprocess.Popen[bytes],
+    events: Path,
+    said: Path,
+    end: float,
+    until: Callable[[list[EventRecord], str], bool] | None,
+) -> int:
+    """Return the exit code of a job, which ends at its own end, when ``until`` holds, or at ``end``."""
+    try:
+        while running.poll() is None and time.monotonic() < end:
+            if until is not None and events.is_dir() and until(read_events(events), said.read_text(errors="replace")):
+                running.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(_LEAVING)
+                break
+            time.sleep(0.5)
+    finally:
+        if running.poll() is None:
+            running.kill()
+    return running.wait()
