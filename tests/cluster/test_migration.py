@@ -9,7 +9,7 @@ from tests.cluster.cluster import Cluster, run
 
 LOSS = "kill:rank=1,step=2,point=after_reduce"
 """Of four ranks: three are left, who do better in another cut."""
-MOVING = "steps=7 heavy=on migrate_after=1"
+MOVING = "steps=8 heavy=on migrate_after=1"
 POINTS = ("in_migration_begin", "in_migration_finish", "in_migration_switch")
 
 
@@ -33,6 +33,6 @@ def test_layers_move_to_who_is_left(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_while_layers_move(point: str, rank: int) -> None:
     """Two mirrors: a second loss leaves a copy of every block, wherever copies are on their way."""
-    cluster = run(f"{MOVING} seed={rank} mirrors=2 {LOSS} kill:rank={rank},step=2-5,point={point}")
+    cluster = run(f"{MOVING} seed={rank} mirrors=2 {LOSS} kill:rank={rank},step=2-6,point={point}")
     assert len([p for p in cluster.processes if p.process.dead and p.norm is None]) >= 2
     check(cluster)

@@ -58,7 +58,6 @@ CASES = (
     Case("context-parallel", 2, "--mock-data --context-parallel-size 2", ("--context-parallel-size", "needs a GPU")),
     Case("refused-with-elastic", 1, "--mock-data --elastic --mtp-num-layers 1", ("--mtp-num-layers", "--elastic")),
     Case("strict-flags", 1, "--mock-data --elastic-strict-flags", ("--transformer-impl local", "gloo")),
-    Case("test-mode", 1, "--mock-data --elastic --test-mode --qk-layernorm", ("--test-mode", "--elastic-verify-int")),
     Case("no-launcher", 2, "--mock-data --elastic", ("python -m megatron.elastic.launch --nproc-per-node 2",),
          launcher=False),
     Case("two-sources", 1, "--mock-data --data-path {good}", ("--mock-data and --data-path", "leave one")),
