@@ -21,7 +21,7 @@ import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
 
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.transaction import phases
+from megatron.elastic.engine.transaction import shipment
 from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.state.pool import StatePool
 
@@ -71,11 +71,12 @@ CLOCKED: tuple[tuple[object, str, str | Callable[..., str]], ...] = (
     (StepBody, "tally", "vote"),
     (StepBody, "compute", "compute"),
     (StatePool, "retain", "retain"),
+    (StatePool, "retain_all", "retain"),
     (StatePool, "_step", _whose),
     (WorkerMembership, "publish", "publish"),
     # as the step's body has imported them
-    (phases, "block_checksums", "checksums"),
-    (phases, "disputes", "checksums"),
+    (shipment, "block_checksums", "checksums"),
+    (shipment, "disputes", "checksums"),
 )
 """Function (owner, name) → its clock."""
 

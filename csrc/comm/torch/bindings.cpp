@@ -141,8 +141,8 @@ PYBIND11_MODULE(_comm, m) {
       .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)
       .def("begin_reduce_scatter_blocks", &ElasticProcessGroup::begin_reduce_scatter_blocks, py::arg("flat"),
            py::arg("blocks"), nogil)
-      .def("begin_all_gather_blocks", &ElasticProcessGroup::begin_all_gather_blocks, py::arg("flat"),
-           py::arg("blocks"), nogil)
+      .def("begin_all_gather_blocks", &ElasticProcessGroup::begin_all_gather_blocks, py::arg("flat"), py::arg("blocks"),
+           nogil)
       .def(
           "on_reconfigure",
           [](ElasticProcessGroup& g, std::function<std::string()> handle,
