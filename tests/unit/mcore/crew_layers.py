@@ -38,22 +38,25 @@ class Dealt:
     rows: tuple[int, ...]
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 CASES = {
     "even": Dealt(((0, 1), (2, 3)), (ROWS, ROWS)),
     "uneven": Dealt(((0, 1, 3), (2,)), (ROWS, ROWS)),
     "a ghost": Dealt(((1,), (0, 2, 3)), (ROWS, 0)),
+    "a ghost, bf16": Dealt(((1,), (0, 2, 3)), (ROWS, 0), dtype=torch.bfloat16),
     "alone": Dealt(((0, 1, 2, 3),), (ROWS,)),
 }
 
 
-def whole_layer() -> Any:
+def whole_layer(dtype: torch.dtype) -> Any:
     """Megatron's layer with all experts, the same on each rank."""
     config = gpt_config(
         Dealt((), ()),
         1,
         0.0,
+        dtype=dtype,
         num_moe_experts=EXPERTS,
         moe_router_topk=TOP,
         moe_token_dispatcher_type="alltoall",
@@ -68,7 +71,7 @@ def whole_layer() -> Any:
 def dealt_layer(whole: Any, case: Dealt, rank: int) -> Any:
     """The layer with this rank's experts only, with the same parameters."""
     crew = Crew(tuple(range(len(case.homes))), case.homes)
-    layer, experts = whole_layer(), crew.experts_of(rank)
+    layer, experts = whole_layer(case.dtype), crew.experts_of(rank)
     deal_experts(layer, experts, get_default_pg_collection())
     values = dict(whole.named_parameters())
     with torch.no_grad():
@@ -78,10 +81,10 @@ def dealt_layer(whole: Any, case: Dealt, rank: int) -> Any:
     return layer
 
 
-def micro_batch(rank: int, rows: int) -> torch.Tensor:
+def micro_batch(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """[s, b, h] of one rank."""
     made = torch.Generator().manual_seed(7 + rank)
-    return torch.randn(LENGTH, rows, WIDTH, generator=made).requires_grad_()
+    return torch.randn(LENGTH, rows, WIDTH, generator=made).to(dtype).requires_grad_()
 
 
 def apart(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
@@ -94,9 +97,9 @@ def apart(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
 
 def compute(case: Dealt) -> dict[str, float]:
     """Return how far output, input gradient and expert gradients are from those of the layer with all experts."""
-    rank, whole = dist.get_rank(), whole_layer()
+    rank, whole = dist.get_rank(), whole_layer(case.dtype)
     layer = dealt_layer(whole, case, rank)
-    mine = micro_batch(rank, case.rows[rank])
+    mine = micro_batch(rank, case.rows[rank], case.dtype)
     if case.rows[rank]:
         output = layer(mine)[0]
     else:
@@ -108,7 +111,7 @@ def compute(case: Dealt) -> dict[str, float]:
     for other, rows in enumerate(case.rows):
         if not rows:
             continue
-        theirs = micro_batch(other, rows)
+        theirs = micro_batch(other, rows, case.dtype)
         expected = whole(theirs)[0]
         expected.square().sum().backward()  # the gradients of experts add up over micro-batches
         if other == rank:

@@ -21,11 +21,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["even", "uneven", "a ghost", "alone"])
+@pytest.mark.parametrize("case", ["even", "uneven", "a ghost", "a ghost, bf16", "alone"])
 def test_outputs_and_gradients_are_those_of_one_rank_with_all_experts(answers: dict[str, Any], case: str) -> None:
     """Of the input, and of each expert, the sum over the micro-batches of all ranks."""
     for rank, differences in enumerate(answers[case]):
-        assert max(differences.values(), default=0.0) < 1e-5, (rank, differences)
+        assert max(differences.values(), default=0.0) < (2e-2 if "bf16" in case else 1e-5), (rank, differences)
     compared = {name for differences in answers[case] for name in differences}
     assert {"output", "input"} <= compared and sum("experts." in name for name in compared) == 8
 

@@ -42,7 +42,9 @@ class GhostLayer(torch.nn.Module):
 def _exchanged(experts: Any, hidden: torch.Tensor) -> torch.Tensor:
     at, count = experts.token_dispatcher, experts.config.num_moe_experts
     routed = torch.zeros((0, count), dtype=torch.bool, device=hidden.device)
-    rows, probs = at.dispatch_preprocess(hidden, routed, torch.zeros((0, count), device=hidden.device))
+    # Megatron's router computes in this type, and both ends of an exchange must have the same.
+    kind = {"fp32": torch.float32, "fp64": torch.float64}.get(experts.config.moe_router_dtype, hidden.dtype)
+    rows, probs = at.dispatch_preprocess(hidden, routed, torch.zeros((0, count), dtype=kind, device=hidden.device))
     rows, probs = at.token_dispatch(rows, probs)
     rows, tokens_per_expert, probs = at.dispatch_postprocess(rows, probs)
     output, _ = experts.experts(rows, tokens_per_expert, probs)
