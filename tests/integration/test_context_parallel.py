@@ -60,7 +60,6 @@ def faults(*words: str) -> tuple[str, ...]:
     return ("--elastic-allow-inject", "--elastic-inject", ";".join(words))
 
 
-@pytest.mark.slow
 def test_a_part_of_the_sequence_is_lost_and_comes_back(tmp_path: Path, plain: Path) -> None:
     lost = "kill:rank=1,step=4,point=mid_backward"
     waits = Scenario(Layout(1, 1, 1), back="boundary").lingering
@@ -103,4 +102,5 @@ def test_plain_megatron_goes_on_from_a_checkpoint_of_ranks_that_share_the_sequen
     assert set(codes["on"]) == {0}, logs(tmp_path, "on")[-4000:]
     reference, found = losses(logs(plain, "plain")), losses(logs(tmp_path, "on"))
     assert found.keys() == set(range(middle + 1, STEPS + 1))
+    del found[middle + 2]  # Megatron's second line after a start has the mean of two steps
     assert max(abs(found[step] / reference[step] - 1) for step in found) <= ROUNDING
