@@ -28,17 +28,16 @@ def job(folder: Path, bug: str, pipeline: int) -> JobResult:
     return elastic_job(folder / bug, 2, 1, pipeline, STEPS, *DROPOUT, *flags, script=script, environment=environment)
 
 
-def caught(result: JobResult, reference: dict[int, float]) -> str:
-    """How the bug showed."""
-    if "the host touched memory of device" in result.output:
-        return "a fault"
-    if "works on standin:" in result.output:
-        return "the wrong device"
-    if UNPINNED in result.output:
-        return "a counter"
-    if result.code or largest_deviation(reference, result.committed) > 1e3 * ROUNDING:
-        return "the values"
-    return "nothing"
+def caught(result: JobResult, reference: dict[int, float]) -> set[str]:
+    """The ways in which the bug showed."""
+    ways = {
+        "a fault": "the host touched memory of device" in result.output,
+        "the wrong device": "works on standin:" in result.output,
+        "a counter": UNPINNED in result.output,
+        "the values": set(reference) > set(result.committed)
+        or largest_deviation(reference, result.committed) > 1e3 * ROUNDING,
+    }
+    return {way for way, showed in ways.items() if showed}
 
 
 SHOWS = {
@@ -67,4 +66,4 @@ def test_every_bug_is_run() -> None:
 def test_the_bug_is_caught(tmp_path: Path, right: dict[int, dict[int, float]], bug: str) -> None:
     stages, how = SHOWS[bug]
     result = job(tmp_path, bug, stages)
-    assert caught(result, right[stages]) == how, result.output[-4000:]
+    assert how in caught(result, right[stages]), result.output[-4000:]
