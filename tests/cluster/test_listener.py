@@ -18,7 +18,7 @@ from tests.cluster.cluster import Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
 from tests.cluster.test_migration import LOSS, MOVING
 
-STEPS = 7
+STEPS = 8
 
 
 @dataclass
