@@ -50,7 +50,7 @@ BF16_ROUNDING = 2e-2
 
 @dataclass
 class Row:
-    """What is known of one configuration. ``refused``: the lines of the check. Empty failures: it held."""
+    """The results of one configuration. ``refused``: the lines of the check. Empty failures: it held."""
 
     name: str
     ranks: int

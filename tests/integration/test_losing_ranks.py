@@ -101,7 +101,7 @@ def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
 
 
 def test_every_named_point_is_walked() -> None:
-    """But the one before the first step, when everybody starts anew, and those that not every layout comes to."""
+    """Except the point before the first step, where all ranks start anew, and points that some layouts never reach."""
     walked = sorted(point for points in GROUPS.values() for point in points)
     assert walked == sorted(set(KILL_POINTS) - {"in_setup", *RELAY_POINTS})
 

@@ -1,4 +1,4 @@
-"""What communication costs a step, in turn and behind computation, with kernels as timed waits and with real ones.
+"""The cost of communication in a step, in turn and behind computation, with kernels as timed waits and with real ones.
 
     python -m tools.bench.overlap [--ranks 4] [--units 16] [--elements 262144] [--steps 10] [--trials 1] [--kernels]
 

@@ -42,7 +42,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is run."""
+    """The amount of work of a proof."""
 
     points: tuple[str, ...] = (*STEP_POINTS, "between_steps")
     layouts: tuple[tuple[int, int, int], ...] = LAYOUTS

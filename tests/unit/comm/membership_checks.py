@@ -89,7 +89,7 @@ def block_lists(here: Here, fabric: Fabric) -> None:
 
 
 def block_lists_in_the_background(here: Here, fabric: Fabric) -> None:
-    """What is begun goes on while the caller does other things, and no member waits for another at the call."""
+    """A begun collective goes on while the caller does other things; no member waits for another at the call."""
     group, count = fabric.group("state", WORLD), 5000
     starts = [count * part // 4 for part in range(5)]
     blocks = [BlockRange(*ends, owner) for owner, ends in enumerate(pairwise(starts))]

@@ -1,4 +1,4 @@
-"""Buckets and messages: every element once, whole units, and the same cuts on whoever shares them."""
+"""Buckets and messages: every element once, whole units, and the same cuts on all ranks that share them."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def arena_at_launch(tensor: int, index: int) -> tuple[Arena, CutModel]:
 
 
 def part_of(model: CutModel, tensor: int, count: int, index: int) -> HeldPart:
-    """What one rank holds in a cell of ``count`` that has all units."""
+    """The part of one rank in a cell of ``count`` that has all units."""
     common, place = topology_of(tensor, 1, 1).common, CellPlace(tuple(range(count)), index)
     shards = (*model.covered(0, place.position), *(() if common is None else (common,)))
     return HeldPart(tuple(range(UNITS)), place, tuple((unit, shard) for unit in range(UNITS) for shard in shards))

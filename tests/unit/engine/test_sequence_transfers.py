@@ -43,7 +43,7 @@ def test_the_cut_is_megatrons_where_twice_the_number_of_parts_divides_the_length
 
 
 def received(a: int, b: int, cut: SequenceCut) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each receiver gets, and what it should hold; positions count from 1."""
+    """The positions that each receiver gets and those that it should hold; positions count from 1."""
     sequence = torch.arange(cut.length) + 1
     sent = [taken(sequence, cut.held(index, a), 0) for index in range(a)]
     expected = [taken(sequence, cut.held(index, b), 0) for index in range(b)]

@@ -26,7 +26,7 @@ for line in sys.stdin:
 
 
 def looks(library: Path, *before: str) -> list[str]:
-    """What each look finds, the statements of ``before`` executed one by one before them."""
+    """The findings of one look after each statement of ``before``."""
     done = subprocess.run(
         [sys.executable, "-c", LOOKS, str(library)],
         input="".join(f"{statement}\n" for statement in before),

@@ -78,7 +78,7 @@ class Rule:
     reason: str
     beside: str = ""
     applies: Callable[[Any], bool] = lambda args: True
-    """Whether the rule is of interest with the other arguments."""
+    """True for arguments with which the rule is of interest."""
 
 
 def _on(value: Any) -> bool:
