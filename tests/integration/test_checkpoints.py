@@ -69,6 +69,25 @@ SHARED = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-
 
 
 @pytest.mark.slow
+def test_a_rank_that_returned_writes_its_experts(tmp_path: Path) -> None:
+    """Each expert is cut over a tensor-parallel group. The rank is lost in the first step, back in the next two."""
+    flags = (*SHARED, "--sequence-parallel", "--expert-model-parallel-size", "2", "--tensor-model-parallel-size", "2")
+    faults = "kill:rank=3,step=1,point=mid_backward;delay:missing=1,count=0,point=between_steps,seconds=60"
+    inject = ("--elastic-allow-inject", "--elastic-inject", faults)
+    written = elastic_job(tmp_path / "events", 4, 2, 1, STEPS, *QUIET, *flags, *inject, *saving(tmp_path / "ours"))
+    assert written.code == 0 and "joined by 3" in written.output, written.output[-4000:]
+    even = ("--moe-token-dispatcher-type", "allgather")
+    plain = [
+        plain_job("straight", 4, 1, *flags, *even),
+        plain_job("resumes", 4, 1, *flags, *even, "--load", str(tmp_path / "ours")),
+    ]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, "resumes")[-3000:])
+    straight = tail(losses(logs(tmp_path, "straight")))
+    assert largest_deviation(straight, tail(losses(logs(tmp_path, "resumes")))) < ROUNDING["experts"]
+
+
+@pytest.mark.slow
 def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
     """Ours with two ranks for the experts, after the loss of one; plain Megatron then with two, and with one."""
     two, ours, theirs = ("--expert-model-parallel-size", "2"), str(tmp_path / "ours"), str(tmp_path / "theirs")

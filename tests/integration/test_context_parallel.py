@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.elastic_job import MODEL, JobResult, elastic_job
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
-from tests.scenario.scenario import Layout, Scenario
+from tests.scenario.scenario import EXPERTS, Layout, Scenario
 
 STEPS, FIRST = 8, 2
 ROUNDING = 2e-6
@@ -24,23 +24,43 @@ SEQUENCE = ("--sequence-parallel",)
 LAYOUTS = {"cp2": (2, 1, 1, 2), "cp2pp2": (4, 1, 2, 2), "cp2dp2": (4, 1, 1, 2), "tp2cp2": (4, 2, 1, 2)}
 """Name → ranks, tensor-parallel size, stages, parts."""
 POINTS = ("mid_forward", "mid_backward", "mid_reduce", "after_vote", "mid_update")
+ROUTED = (*EXPERTS, "--moe-z-loss-coeff", "1e-3")
+SHARING = {
+    "cp2dp2ep1": (4, 1, 1, 2),
+    "cp2dp2ep2": (4, 1, 1, 2),
+    "cp2dp2ep4": (4, 1, 1, 2),
+    "cp2pp2ep2": (4, 1, 2, 2),
+    "tp2cp2dp2ep4": (8, 2, 1, 2),
+}
+"""Of models with experts, which as many ranks share as the name's last number says, or tensor-parallel groups."""
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of plain Megatron on one rank: its log, and a checkpoint in it."""
-    folder = tmp_path_factory.mktemp("plain")
-    saved, train = str(folder / "saved"), [*MODEL, *FLAGS, "--train-iters", str(STEPS)]
+    return run_of_plain(tmp_path_factory.mktemp("plain"), 1)
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts, which two ranks share."""
+    return run_of_plain(tmp_path_factory.mktemp("routed"), 2, *ROUTED, "--expert-model-parallel-size", "2")
+
+
+def run_of_plain(folder: Path, world: int, *flags: str) -> Path:
+    """Run plain Megatron on ``world`` ranks in ``folder``, from a checkpoint of its first steps on."""
+    folder.mkdir(exist_ok=True)
+    saved, train = str(folder / "saved"), [*MODEL, *FLAGS, *flags, "--train-iters", str(STEPS)]
     begins = [*train, "--save", saved, "--save-interval", str(FIRST), "--exit-interval", str(FIRST)]
     for name, arguments in (("begins", begins), ("plain", [*train, "--load", saved])):
-        codes = run_jobs(folder, [{"name": name, "world": 1, "seconds": 240, "arguments": arguments}])
+        codes = run_jobs(folder, [{"name": name, "world": world, "seconds": 240, "arguments": arguments}])
         assert set(codes[name]) == {0}, logs(folder, name)[-4000:]
     return folder
 
 
 def shared(folder: Path, plain: Path, name: str, *flags: str) -> JobResult:
     """The same run from its step 2 on, on ranks that share the sequence."""
-    world, tensor, stages, parts = LAYOUTS[name]
+    world, tensor, stages, parts = (LAYOUTS | SHARING)[name]
     load = ("--load", str(plain / "saved"), "--context-parallel-size", str(parts))
     return elastic_job(folder, world, tensor, stages, STEPS, *FLAGS, *load, *flags)
 
@@ -90,6 +110,20 @@ CASES = [
 def test_each_rank_may_be_lost(tmp_path: Path, plain: Path, name: str, rank: int, point: str) -> None:
     result = shared(tmp_path / "job", plain, name, *faults(f"kill:rank={rank},step=4,point={point}"))
     assert_as_plain(plain, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARING)
+def test_losses_are_megatrons_where_ranks_share_experts_too(tmp_path: Path, routed: Path, name: str) -> None:
+    """A cell that loses a rank waits for it: its experts, if other cells share them, and its samples go to those."""
+    reference = run_of_plain(tmp_path / "plain", 1, *ROUTED) if name.endswith("ep1") else routed
+    flags = (*ROUTED, "--expert-model-parallel-size", name[-1], *SEQUENCE * name.startswith("tp"))
+    waits = Scenario(Layout(1, 1, 1), back="boundary").lingering
+    lost = faults("kill:rank=1,step=4,point=mid_backward", "kill:rank=2,step=6,point=after_vote", waits)
+    result = shared(tmp_path / "job", reference, name, *flags, *lost)
+    assert_as_plain(reference, result)
+    assert {record.fields["lost_rank"] for record in result.of("loss")} == {1, 2}
+    assert "joined by 1" in result.output and "joined by 2" in result.output
 
 
 @pytest.mark.slow

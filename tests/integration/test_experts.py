@@ -38,6 +38,7 @@ BIAS = (
 EVEN = ("--moe-token-dispatcher-type", "allgather")
 """Plain Megatron's other dispatcher gathers unequal tensors in a tensor-parallel group, which gloo cannot."""
 WHOLE = ("--expert-tensor-parallel-size", "1")
+HALVES = ("--expert-tensor-parallel-size", "2")
 Z_LOSS = ("--moe-z-loss-coeff", "1e-3")
 BALANCING = r"(?<=_loss: )\S+"
 MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -85,6 +86,14 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "two share, each whole in a group": (4, 2, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
     "four share, each whole in a group": (4, 2, 1, (*FOUR, "--sequence-parallel", *WHOLE, *BESIDE)),
     "two share, each cut, three axes": (8, 2, 2, (*SHARED, "--sequence-parallel", *BIAS, *DENSE_FIRST)),
+    "four share, each cut in two": (8, 4, 1, (*FOUR, "--sequence-parallel", *HALVES)),
+    "two share, each whole, twice in a group": (8, 4, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
+    "two share, each cut in two, replicas last": (
+        8,
+        4,
+        2,
+        (*SHARED, "--sequence-parallel", *HALVES, "--use-tp-pp-dp-mapping"),
+    ),
     "jitter, four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE, "--moe-input-jitter-eps", "0.1")),
     "jitter, cut sequence": (4, 2, 1, ("--sequence-parallel", "--moe-input-jitter-eps", "0.1")),
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
@@ -131,6 +140,8 @@ def test_losses_are_megatrons(tmp_path: Path) -> None:
         Case("tp2ep2", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *EVEN)),
         Case("tp2ep2-whole", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *WHOLE)),
         Case("tp2ep4-whole", (2, 1, 2), (*EXPERTS, *FOUR, "--sequence-parallel", *WHOLE)),
+        Case("tp4ep2-halves", (4, 1, 1), (*EXPERTS, *SHARED, "--sequence-parallel", *EVEN, *HALVES)),
+        Case("tp4ep2-whole", (4, 1, 1), (*EXPERTS, *SHARED, "--sequence-parallel", *WHOLE)),
         Case("every second", (1, 2, 1), (*EXPERTS, *SHALLOW, "--moe-layer-freq", "2")),
     )
     run_plain(tmp_path, cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,18 +13,17 @@ from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Grid
 
-EXPERTS = 12
+EXPERTS = 24
 
 
-def launched(size: int, groups: int, stages: int, tensor: int = 1, parts: int = 1) -> Assignment:
-    """``size`` adjacent replicas share experts, each a part on ``parts`` ranks of a cell."""
+def launched(
+    size: int, groups: int, stages: int, tensor: int = 1, parts: int = 1, copies: int = 1, context: int = 1
+) -> Assignment:
+    """``size`` adjacent replicas share experts, each a part on ``parts`` ranks, and ``copies`` times in a cell."""
     cuts = tuple((2 * stage, 2 * stage + 2) for stage in range(stages))
-    data = size * groups
-    return Assignment.at_launch(
-        LaunchTopology(
-            tensor, stages, data, cuts, Grid(data, 1, data), experts=EXPERTS, crew_size=size, expert_parts=parts
-        )
-    )
+    data, homes = size * groups, size * tensor * context // (parts * copies)
+    sizes = LaunchTopology(tensor, stages, data, cuts, Grid(data, 1, data), context=context)
+    return Assignment.at_launch(replace(sizes, experts=EXPERTS, expert_homes=homes, expert_parts=parts))
 
 
 def crew_of(assignment: Assignment, rank: int) -> Crew:
@@ -53,20 +53,25 @@ def test_each_crew_has_each_expert_once_and_survivors_keep_theirs(
     assert (after.digest() == before.digest()) == (after == before)
 
 
+CELLS = ((2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 1, 2), (4, 1, 4), (1, 2, 1), (2, 2, 2))
+"""(tensor-parallel size, parts of the sequence, ranks with a part of each expert)."""
+
+
 @given(
     size=st.sampled_from((1, 2, 3)),
     groups=st.integers(1, 2),
     stages=st.integers(1, 2),
-    cut=st.booleans(),
+    cell=st.sampled_from(CELLS),
     draw=st.data(),
 )
-def test_tensor_parallel_groups_have_each_expert_cut_or_whole(
-    size: int, groups: int, stages: int, cut: bool, draw: st.DataObject
+def test_cells_of_several_ranks_have_each_expert_cut_or_whole(
+    size: int, groups: int, stages: int, cell: tuple[int, int, int], draw: st.DataObject
 ) -> None:
-    """A group that has lost a rank leaves its experts to the others, and its other rank has none."""
-    tensor, parts = 2, 2 if cut else 1
-    before = launched(size, groups, stages, tensor, parts)
-    living = draw.draw(st.sets(st.sampled_from(range(tensor * size * groups * stages)), min_size=1))
+    """A cell that has lost a rank leaves its experts to the others, and its other ranks have none."""
+    tensor, context, parts = cell
+    before = launched(size, groups, stages, tensor, parts, context=context)
+    ranks = tensor * context * size * groups * stages
+    living = draw.draw(st.sets(st.sampled_from(range(ranks)), min_size=ranks // 2))
     after = before.crewed(living)
     computing = {rank for cell in after.whole(living) for rank in after.cells[cell].ranks}
     for rank in computing:
@@ -77,8 +82,30 @@ def test_tensor_parallel_groups_have_each_expert_cut_or_whole(
         counts = [len(mine) for mine in crew.experts]
         assert max(counts) - min(counts) <= 1
         assert set(crew_of(before, rank).experts_of(rank)) <= set(crew.experts_of(rank)), "an expert stays where it is"
-    spaces = [after.launch_topology.expert_shard(expert, at) for expert in range(EXPERTS) for at in range(parts)]
-    assert spaces == list(range(3, 3 + parts * EXPERTS)), "behind both shards and the common part"
+    launch = after.launch_topology
+    spaces = [launch.expert_shard(expert, at) for expert in range(EXPERTS) for at in range(parts)]
+    assert spaces == list(range(len(launch.shards), len(launch.shards) + parts * EXPERTS)), "behind the other spaces"
+
+
+@given(cell=st.sampled_from(((4, 1, 1, 2), (4, 1, 2, 2), (4, 1, 1, 4), (2, 2, 1, 2))), groups=st.integers(1, 2))
+def test_a_cell_may_have_all_experts_several_times(cell: tuple[int, int, int, int], groups: int) -> None:
+    """Adjacent ranks exchange tokens, and a space of state has holders in each of their groups."""
+    tensor, context, parts, copies = cell
+    before = launched(1, groups, 2, tensor, parts, copies, context)
+    size, launch = tensor * context // copies, before.launch_topology
+    holders = Counter[int]()
+    for rank in range(launch.slots // 2):
+        crew = crew_of(before, rank)
+        first = rank - rank % size
+        assert crew.ranks == tuple(range(first, first + size))
+        found = Counter(expert for mine in crew.experts for expert in mine)
+        assert found == Counter(dict.fromkeys(range(EXPERTS), parts))
+        assert crew.experts_of(rank) == launch.experts_of_seat(launch.expert_seat(rank))
+        holders.update(launch.expert_shard(expert, rank) for expert in crew.experts_of(rank))
+    assert set(holders.values()) == {copies * groups}
+    spaces = before.state_groups(lambda unit, position: (0,))
+    assert {len(spaces[1, shard]) for shard in holders} == {copies * groups}
+    assert before.crewed(range(1, launch.slots)) == before, "other cells have all experts, so none has another home"
 
 
 def test_an_expert_has_a_group_of_its_homes() -> None:
@@ -86,5 +113,5 @@ def test_an_expert_has_a_group_of_its_homes() -> None:
     launch, covered = before.launch_topology, lambda unit, position: (0,)
     groups = before.crewed({0, 2, 3}).state_groups(covered)
     assert groups[1, launch.expert_shard(0)] == (0, 2)
-    assert groups[1, launch.expert_shard(11)] == (0, 1, 3), "a missing rank counts where it was"
+    assert groups[1, launch.expert_shard(EXPERTS - 1)] == (0, 1, 3), "a missing rank counts where it was"
     assert groups[1, 0] == (0, 1, 2, 3)

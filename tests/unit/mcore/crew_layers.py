@@ -39,6 +39,8 @@ class Dealt:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
+    balance: float = 0.0
+    """Coefficient of the losses that balance experts."""
 
 
 CASES = {
@@ -50,17 +52,22 @@ CASES = {
 }
 
 
-def whole_layer(dtype: torch.dtype) -> Any:
+PARTS = Dealt(((0, 1), (2, 3)), (), balance=0.5)
+"""Two ranks with a part of each sequence, of a model with losses that balance experts."""
+
+
+def whole_layer(case: Dealt) -> Any:
     """Megatron's layer with all experts, the same on each rank."""
     config = gpt_config(
         Dealt((), ()),
         1,
         0.0,
-        dtype=dtype,
+        dtype=case.dtype,
         num_moe_experts=EXPERTS,
         moe_router_topk=TOP,
         moe_token_dispatcher_type="alltoall",
-        moe_aux_loss_coeff=0.0,
+        moe_aux_loss_coeff=case.balance,
+        moe_z_loss_coeff=case.balance or None,
         moe_ffn_hidden_size=16,
         add_bias_linear=False,
     )
@@ -71,7 +78,7 @@ def whole_layer(dtype: torch.dtype) -> Any:
 def dealt_layer(whole: Any, case: Dealt, rank: int) -> Any:
     """The layer with this rank's experts only, with the same parameters."""
     crew = Crew(tuple(range(len(case.homes))), case.homes)
-    layer, experts = whole_layer(case.dtype), crew.experts_of(rank)
+    layer, experts = whole_layer(case), crew.experts_of(rank)
     deal_experts(layer, experts, get_default_pg_collection())
     values = dict(whole.named_parameters())
     with torch.no_grad():
@@ -97,7 +104,7 @@ def apart(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
 
 def compute(case: Dealt) -> dict[str, float]:
     """Return how far output, input gradient and expert gradients are from those of the layer with all experts."""
-    rank, whole = dist.get_rank(), whole_layer(case.dtype)
+    rank, whole = dist.get_rank(), whole_layer(case)
     layer = dealt_layer(whole, case, rank)
     mine = micro_batch(rank, case.rows[rank], case.dtype)
     if case.rows[rank]:
@@ -116,21 +123,45 @@ def compute(case: Dealt) -> dict[str, float]:
         expected.square().sum().backward()  # the gradients of experts add up over micro-batches
         if other == rank:
             differences |= {"output": apart(output, expected), "input": apart(mine.grad, theirs.grad)}
+    return differences | of_experts(layer, whole, case, rank)
+
+
+def of_experts(layer: Any, whole: Any, case: Dealt, rank: int) -> dict[str, float]:
+    """Return how far the gradients of a rank's experts are from those of the layer with all of them."""
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    for name, parameter in layer.named_parameters():
-        known, expert = expert_of(f".{name}", case.homes[rank])
-        if expert is not None:
-            differences[known] = apart(parameter.grad, gradients[known[1:]])
-    return differences
+    found = [(*expert_of(f".{name}", case.homes[rank]), parameter) for name, parameter in layer.named_parameters()]
+    return {name: apart(it.grad, gradients[name[1:]]) for name, expert, it in found if expert is not None}
+
+
+def compute_parts(case: Dealt) -> dict[str, float]:
+    """Return the same for ranks that have a part of each sequence, and for the router, whose gradients add up."""
+    rank, whole = dist.get_rank(), whole_layer(case)
+    layer, everything = dealt_layer(whole, case, rank), micro_batch(0, ROWS, case.dtype)
+    layer.router.tp_cp_group = dist.group.WORLD
+    each = LENGTH // len(case.homes)
+    positions = slice(rank * each, (rank + 1) * each)
+    mine = everything.detach()[positions].clone().requires_grad_()
+    output, expected = layer(mine)[0], whole(everything)[0]
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    router = layer.router.weight.grad
+    dist.all_reduce(router)
+    return {
+        "output": apart(output, expected[positions]),
+        "input": apart(mine.grad, everything.grad[positions]),  # type: ignore[index]
+        "router": apart(router, whole.router.weight.grad),
+        **of_experts(layer, whole, case, rank),
+    }
 
 
 def names() -> dict[str, Any]:
     """Names of parameters on a rank that has experts 2 and 5, and the crew of an expert-parallel group."""
     expert, router = "mlp.experts.local_experts.1.linear_fc1.weight", "mlp.router.weight"
-    crew = launch_crew(6, (4, 6, 9), 1)
+    crew = launch_crew(2, (4, 6, 9), 1)
     return {"names": [expert_of(f".{name}", (2, 5)) for name in (expert, router)], "crew": [crew.ranks, crew.experts]}
 
 
 if __name__ == "__main__":
     found: dict[str, Any] = {name: answers_of(case, compute, world=len(case.homes)) for name, case in CASES.items()}
+    found["parts"] = answers_of(PARTS, compute_parts, world=len(PARTS.homes))
     Path(sys.argv[1]).write_text(json.dumps(found | {"names": names()}))

@@ -30,6 +30,12 @@ def test_outputs_and_gradients_are_those_of_one_rank_with_all_experts(answers: d
     assert {"output", "input"} <= compared and sum("experts." in name for name in compared) == 8
 
 
+def test_parts_of_a_sequence_are_routed_and_balanced_as_the_whole(answers: dict[str, Any]) -> None:
+    for rank, differences in enumerate(answers["parts"]):
+        assert max(differences.values()) < 1e-5, (rank, differences)
+        assert {"output", "input", "router"} <= differences.keys() and len(differences) == 3 + 4
+
+
 def test_the_crew_of_the_launch_is_megatrons_deal(answers: dict[str, Any]) -> None:
     assert answers["names"]["crew"] == [[4, 6, 9], [[0, 1], [2, 3], [4, 5]]]
 

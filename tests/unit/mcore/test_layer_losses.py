@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 CPU = torch.device("cpu")
 GROUP = object()
@@ -25,8 +28,8 @@ def test_values_of_layers_and_micro_batches_are_added_up_and_counted() -> None:
     for layer, value in ((1, 1.0), (2, 2.0), (1, 4.0)):
         saving(losses, "load_balancing_loss", value, layer)
     saving(losses, "z_loss", 0.5, 1)
-    assert losses.take(None, 1) == {"load_balancing_loss": (7.0, 3.0), "z_loss": (0.5, 1.0)}
-    assert losses.take(None, 1) == {}, "each value counts once"
+    assert losses.take(()) == {"load_balancing_loss": (7.0, 3.0), "z_loss": (0.5, 1.0)}
+    assert losses.take(()) == {}, "each value counts once"
 
 
 def test_what_an_abandoned_pass_left_does_not_count() -> None:
@@ -34,16 +37,17 @@ def test_what_an_abandoned_pass_left_does_not_count() -> None:
     saving(losses, "z_loss", 0.5, 1)
     losses.weigh(1.0, CPU)
     saving(losses, "z_loss", 0.25, 1)
-    assert losses.take(None, 1) == {"z_loss": (0.25, 1.0)}
+    assert losses.take(()) == {"z_loss": (0.25, 1.0)}
 
 
 def test_parts_of_a_value_are_added_over_the_cell_and_values_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here three ranks with the same numbers."""
-    monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.mul_(3))
+    """Here six ranks with the same numbers: two parts of the sequence, of three tensor-parallel ranks each."""
+    monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.mul_(group.size()))
     losses = LayerLosses()
     saving(losses, "load_balancing_loss", 0.25, 1, GROUP)
     saving(losses, "z_loss", 0.5, 1)
-    assert losses.take(None, 3) == {"load_balancing_loss": (0.75, 1.0), "z_loss": (0.5, 1.0)}
+    groups: list[Any] = [GroupStandIn(0, 3), GroupStandIn(0, 2)]
+    assert losses.take(groups) == {"load_balancing_loss": (1.5, 1.0), "z_loss": (0.5, 1.0)}
 
 
 def test_a_gradient_has_the_weight_of_the_step() -> None:

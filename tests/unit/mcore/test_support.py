@@ -94,14 +94,14 @@ def test_without_elastic_megatrons_own_features_pass() -> None:
 PARTS = {"context_parallel_size": 2, "seq_length": 32, "position_embedding_type": "rope"}
 
 
-def test_ranks_may_share_the_sequence_on_a_cpu_with_elastic() -> None:
-    check(plain(**PARTS), ElasticConfig(), "cpu", [])
+@pytest.mark.parametrize("more", [{}, EXPERTS, {**EXPERTS, "expert_model_parallel_size": 4}])
+def test_ranks_may_share_the_sequence_on_a_cpu_with_elastic(more: dict[str, Any]) -> None:
+    check(plain(**PARTS, **more), ElasticConfig(), "cpu", [])
 
 
 @pytest.mark.parametrize(
     ("asked", "config", "named"),
     [
-        (EXPERTS, ElasticConfig(), "--num-experts"),
         ({"multi_latent_attention": True}, ElasticConfig(), "--multi-latent-attention"),
         ({"window_size": (8, 0)}, ElasticConfig(), "--window-size"),
         ({"position_embedding_type": "mrope"}, ElasticConfig(), "--position-embedding-type mrope"),
@@ -269,16 +269,28 @@ def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], confi
     ("given", "config", "platform", "words"),
     [
         (
-            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 3},
             ElasticConfig(),
             "cpu",
-            "--expert-tensor-parallel-size 2 is not elastic: use 4, .* or 1",
+            "--expert-tensor-parallel-size 3 is not elastic: use a divisor of 4",
         ),
         (
-            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1},
             ElasticConfig(),
             "cpu",
-            "--expert-tensor-parallel-size 1 .* --expert-model-parallel-size that 4, .* divides",
+            "--expert-tensor-parallel-size 1 .* --expert-model-parallel-size above 1",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 3},
+            ElasticConfig(),
+            "cpu",
+            "--expert-model-parallel-size 3: 6 ranks have all experts together. .* a divisor of 4",
+        ),
+        (
+            {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
+            ElasticConfig(),
+            "cpu",
+            "--use-tp-pp-dp-mapping with --expert-model-parallel-size 2",
         ),
         ({"calculate_per_token_loss": True}, ElasticConfig(exact=True), "cpu", "--elastic-exact .* leave one out"),
         ({}, ElasticConfig(policy="recycle"), "cpu", "--elastic-policy recycle"),
@@ -294,6 +306,17 @@ def test_shared_experts_that_do_not_hold_are_refused(
     check(plain(**shared), ElasticConfig(), platform, [])
     with pytest.raises(BadInput, match=words):
         check(plain(**{**shared, **given}), config, platform, [])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "parts", "homes", "mapping"), [(4, 1, 2, False), (4, 2, 2, True), (2, 2, 4, False), (2, 1, 4, False)]
+)
+def test_ranks_that_share_experts_may_be_more_or_fewer_than_a_tensor_parallel_group(
+    tensor: int, parts: int, homes: int, mapping: bool
+) -> None:
+    sizes = {"tensor_model_parallel_size": tensor, "expert_tensor_parallel_size": parts}
+    shared = {**EXPERTS, **sizes, "expert_model_parallel_size": homes, "use_tp_pp_dp_mapping": mapping}
+    check(plain(**shared, pipeline_model_parallel_size=2), ElasticConfig(), "cpu", [])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.elastic.engine.compute.dropout import DropoutKey, Split, dropout_scope
+from megatron.elastic.engine.compute.dropout import DropoutKey, Intervals, Split, dropout_scope
 from megatron.elastic.engine.compute.jitter import SampleJitter
 
 EPS = 0.1
@@ -25,6 +25,15 @@ def test_a_sample_has_its_noise_in_any_company_and_in_any_slice() -> None:
     assert torch.equal(torch.cat([drawn((4, 9, 2), Split(0, part, 4)) for part in range(4)]), whole)
     for other in (drawn((4, 9, 2), unit=4), drawn((4, 9, 2), step=8)):
         assert (other == whole).float().mean() < 0.01
+
+
+def test_several_slices_have_the_noise_of_their_positions() -> None:
+    """As with context parallelism, where a rank has two chunks of the sequence."""
+    runs = ((2, 4), (12, 14))
+    with dropout_scope(DropoutKey(seed=5, step=7, samples=(4, 9))):
+        mine = SampleJitter(EPS, 3, torch.float32, CPU, None, Intervals(0, runs, 16))((4, 2, 64))
+    whole = drawn((4, 9))
+    assert torch.equal(mine, torch.cat([whole[start:stop] for start, stop in runs]))
 
 
 def test_factors_are_uniform_between_the_bounds() -> None:

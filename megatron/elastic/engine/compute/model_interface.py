@@ -47,11 +47,11 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 class Crew:
     """The ranks that exchange tokens, and the *homes* of experts among them.
 
-    The home of an expert is one rank of a crew, or the ranks of a tensor-parallel group with a part of it each.
+    The home of an expert is one rank of a crew, or adjacent ranks of a cell with a part of it each.
     """
 
     ranks: tuple[int, ...]
-    """Those of each of its cells together."""
+    """Those of each of its cells together, or some of one cell."""
     experts: tuple[tuple[int, ...], ...]
     """The experts of each of these ranks, ascending."""
 

@@ -95,7 +95,7 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id), self._parts(cell)))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index), self._parts(cell)))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
@@ -120,8 +120,11 @@ class Assignment:
             self.rehomed
         )
 
-    def _crew(self, cell: int) -> Crew | None:
-        """Return the crew of the ranks of ``cell``; the launch's for a cell that is not whole, whose ranks wait."""
+    def _crew(self, cell: int, index: int) -> Crew | None:
+        """Return the crew of the ``index``-th rank of ``cell``; the launch's for a cell that is not whole, which waits.
+
+        Where a cell has all experts several times, its crews are parts of it.
+        """
         crew = next((crew for crew in self._crews if cell in crew), ())
         if not crew:
             return None
@@ -130,11 +133,11 @@ class Assignment:
         if not experts[crew.index(cell)]:
             experts = [launch.experts_at(at) for at in range(len(crew))]
         members = [(at, member) for at, member in enumerate(crew) if experts[at]]
-        homes = [launch.experts_of_ranks(at, experts[at]) for at, member in members]
-        return Crew(
-            tuple(rank for _, member in members for rank in self.cells[member].ranks),
-            tuple(mine for ranks in homes for mine in ranks),
-        )
+        ranks = [rank for _, member in members for rank in self.cells[member].ranks]
+        homes = [mine for at, _ in members for mine in launch.experts_of_ranks(at, experts[at])]
+        first = index - index % launch.expert_ranks
+        mine = slice(first, first + launch.expert_ranks)
+        return Crew(tuple(ranks[mine]), tuple(homes[mine]))
 
     def _parts(self, cell: Cell) -> int:
         return self.launch_topology.parts_of(len(cell.ranks)) or 1

@@ -43,10 +43,10 @@ class LaunchTopology:
     """Number of possible ranks beyond those of the launch, a multiple of :attr:`cell_size`."""
     experts: int = 0
     """Number of experts of a layer, where ranks share them; 0: each rank of a stage has all experts of its layers."""
-    crew_size: int = 1
-    """Number of adjacent replicas that share the experts."""
+    expert_homes: int = 1
+    """Into how many sets the experts of a layer are dealt: Megatron's expert-parallel size."""
     expert_parts: int = 1
-    """Ranks of a cell that have a part of each of its experts: all of them, or 1 where an expert is whole on a rank."""
+    """Number of adjacent ranks of a cell with parts of the same experts: Megatron's expert-tensor-parallel size."""
     context: int = 1
     """Number of parts of the sequence in a cell: Megatron's context-parallel size."""
     replicas_last: bool = False
@@ -61,6 +61,16 @@ class LaunchTopology:
     def cell_size(self) -> int:
         """Number of ranks of a cell."""
         return self.tensor * self.context
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of adjacent ranks that have all experts together; a multiple of a cell's ranks, or a divisor."""
+        return self.expert_homes * self.expert_parts
+
+    @property
+    def crew_size(self) -> int:
+        """Number of adjacent replicas that share the experts; 1 where each cell has all of them, also several times."""
+        return max(1, self.expert_ranks // self.cell_size)
 
     def parts_of(self, count: int) -> int:
         """Return the number of parts into which a cell of ``count`` ranks cuts the sequence.
@@ -95,11 +105,11 @@ class LaunchTopology:
         return tuple(range(self.tensor)) if self.common is None else (*range(self.tensor), self.common)
 
     def expert_shard(self, expert: int, index: int = 0) -> int:
-        """Return the shard number of an expert's space, or of the part on the ``index``-th rank of a cell.
+        """Return the shard number of the part of an expert that the ``index``-th rank of a cell has.
 
         They are behind those of :attr:`shards`.
         """
-        return len(self.shards) + expert * self.expert_parts + (index if self.expert_parts > 1 else 0)
+        return len(self.shards) + expert * self.expert_parts + index % self.expert_parts
 
     def experts_at(self, index: int) -> tuple[int, ...]:
         """Return the experts that the ``index``-th replica of a crew has at launch."""
@@ -114,19 +124,28 @@ class LaunchTopology:
     def experts_of_ranks(self, index: int, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return how the ``index``-th cell of a crew has ``experts`` on its ranks, in the order of these.
 
-        Each rank has a part of all, or whole ones: those that it has at launch, and of the others as many as the rest.
+        Adjacent ranks that share a set have parts of the same ones: those of the launch, and of the others as many as
+        the rest of the cell.
         """
-        if self.expert_parts == self.tensor:
-            return (tuple(experts),) * self.tensor
-        launched = self.experts_at(index)
-        each = len(launched) // self.tensor
+        launched, homes = self.experts_at(index), min(self.expert_ranks, self.cell_size) // self.expert_parts
+        each = len(launched) // homes
         found = [
-            [expert for expert in launched[at * each : (at + 1) * each] if expert in experts]
-            for at in range(self.tensor)
+            [expert for expert in launched[at * each : (at + 1) * each] if expert in experts] for at in range(homes)
         ]
         for expert in sorted(set(experts) - set(launched)):
             min(found, key=len).append(expert)
-        return tuple(tuple(sorted(mine)) for mine in found)
+        return tuple(tuple(sorted(found[at // self.expert_parts % homes])) for at in range(self.cell_size))
+
+    def expert_seat(self, rank: int) -> int:
+        """Return the place of a rank of the launch among :attr:`expert_ranks`: Megatron's rank in that group."""
+        place = self.place(rank)
+        assert place is not None, f"rank {rank} is beyond those of the launch"
+        return (place[1] % self.crew_size * self.cell_size + rank % self.cell_size) % self.expert_ranks
+
+    def experts_of_seat(self, seat: int) -> tuple[int, ...]:
+        """Return the experts of a place among :attr:`expert_ranks` at launch."""
+        each, home = self.experts // self.expert_homes, seat // self.expert_parts
+        return tuple(range(home * each, (home + 1) * each))
 
     def shard(self, rank: int) -> int:
         """Return the tensor-parallel rank of any rank at launch: the shard that it then computes."""
@@ -135,7 +154,7 @@ class LaunchTopology:
     def shard_of(self, rank: int, spec: ParamSpec) -> int:
         """Return the shard number under which state has a parameter of ``rank`` at launch."""
         if spec.expert is not None:
-            return self.expert_shard(spec.expert, self.shard(rank))
+            return self.expert_shard(spec.expert, rank % self.cell_size)
         return self.shard(rank) if spec.sharded or self.common is None else self.common
 
     def place(self, rank: int) -> tuple[int, int, int] | None:

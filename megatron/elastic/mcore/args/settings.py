@@ -46,7 +46,6 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
     cell = args.tensor_model_parallel_size * args.context_parallel_size
     shared = args.expert_model_parallel_size > 1
-    parts = args.expert_tensor_parallel_size if shared else args.tensor_model_parallel_size
     return LaunchTopology(
         tensor=args.tensor_model_parallel_size,
         pipeline=stages,
@@ -54,9 +53,9 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         chunks=tuple(chunks),
         grid=sample_grid(args, largest),
         tied_unit=args.num_layers + 2 if tied else None,
-        experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
-        crew_size=args.expert_model_parallel_size * parts // args.tensor_model_parallel_size,
-        expert_parts=parts,
+        experts=args.num_experts if shared else 0,
+        expert_homes=args.expert_model_parallel_size,
+        expert_parts=args.expert_tensor_parallel_size if shared else 1,
         replicas_last=bool(args.use_tp_pp_dp_mapping),
         extra=(slots - args.world_size) // cell * cell,
         context=args.context_parallel_size,

@@ -79,7 +79,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("context parallelism", ("--context-parallel-size", "--hierarchical-context-parallel-sizes",
                                     "--cp-comm-type"),
             lambda args: (args.context_parallel_size or 1) > 1, "refused", "works",
-            "on Megatron's own layers with --elastic only; a cell that loses a rank cuts the sequence anew"),
+            "on Megatron's own layers with --elastic only; a cell that loses a rank cuts the sequence anew, with "
+            "experts it waits"),
     Feature("context parallelism that varies by batch", ("--hybrid-context-parallel",),
             _any("hybrid_context_parallel"), "refused", "refused", f"its batches need Transformer Engine: {_GPU}, "
             f"{_PLAIN}"),
@@ -91,7 +92,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
             lambda args: getattr(args, "expert_tensor_parallel_size", None)
             not in (None, args.tensor_model_parallel_size), "works", "works",
-            "with --elastic 1, and an expert-parallel size that is a multiple of the tensor-parallel one"),
+            "with --elastic a divisor of the tensor-parallel size"),
     Feature("layers with and without experts", ("--moe-layer-freq",),
             lambda args: bool(args.num_experts) and getattr(args, "moe_layer_freq", 1) not in (1, None), "works",
             "works", "with --elastic layers of Megatron's own specification"),
@@ -250,13 +251,11 @@ def _expert_part_faults(args: Namespace) -> Iterator[str]:
     tensor, parts = args.tensor_model_parallel_size, getattr(args, "expert_tensor_parallel_size", None)
     if not args.num_experts or parts in (None, tensor):
         return
-    if parts != 1:
-        yield f"--expert-tensor-parallel-size {parts} is not elastic: use {tensor}, as attention is cut, or 1"
-    elif (args.expert_model_parallel_size or 1) % tensor:
-        yield (
-            f"--expert-tensor-parallel-size 1 with --elastic needs an --expert-model-parallel-size that {tensor}, "
-            "the tensor-parallel size, divides"
-        )
+    size = f"--expert-tensor-parallel-size {parts}"
+    if tensor % parts:
+        yield f"{size} is not elastic: use a divisor of {tensor}, the tensor-parallel size"
+    elif (args.expert_model_parallel_size or 1) == 1:
+        yield f"{size} with --elastic needs an --expert-model-parallel-size above 1: leave it out"
 
 
 def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
@@ -266,7 +265,16 @@ def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str)
         yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":
         yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
-    if getattr(args, "use_tp_pp_dp_mapping", False) and (args.pipeline_model_parallel_size or 1) > 1:
+    tensor = args.tensor_model_parallel_size
+    cell = tensor * (args.context_parallel_size or 1)
+    sharing = args.expert_model_parallel_size * (getattr(args, "expert_tensor_parallel_size", None) or tensor)
+    if sharing % cell and cell % sharing:
+        yield (
+            f"{size}: {sharing} ranks have all experts together. With --elastic that must be a multiple or a divisor "
+            f"of {cell}, the ranks that share a micro-batch: choose another size"
+        )
+    adjacent = getattr(args, "use_tp_pp_dp_mapping", False) and (args.pipeline_model_parallel_size or 1) > 1
+    if adjacent and sharing != cell:
         yield f"--use-tp-pp-dp-mapping with {size} puts a pipeline's experts on ranks of another: leave one out"
     if platform != "cpu" and args.transformer_impl != "local":  # a CPU has no others
         yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
@@ -280,8 +288,6 @@ def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     """Yield what does not hold where ranks share the sequence."""
     size, tensor = f"--context-parallel-size {args.context_parallel_size}", args.tensor_model_parallel_size
     parts = args.context_parallel_size * tensor
-    if args.num_experts:
-        yield f"{size} with --num-experts: a router sees a part of each sequence only: leave one of the two out"
     if getattr(args, "multi_latent_attention", False):
         yield f"{size} with --multi-latent-attention is not supported with --elastic: leave one of the two out"
     if config.exact:

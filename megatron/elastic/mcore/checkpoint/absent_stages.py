@@ -50,14 +50,14 @@ def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, 
 
 def _require_experts(launch_topology: LaunchTopology, living: Sequence[int]) -> None:
     """Raise ``OSError`` unless each expert has a living rank of the launch that had it there."""
-    size = launch_topology.crew_size
-    places = [place for rank in living if (place := launch_topology.place(rank)) is not None]
-    launched = {(stage, replica % size, shard) for shard, replica, stage in places}
+    if not launch_topology.experts:
+        return
+    placed = [(rank, place[2]) for rank in living if (place := launch_topology.place(rank)) is not None]
+    launched = {(stage, launch_topology.expert_seat(rank)) for rank, stage in placed}
     for stage in range(launch_topology.pipeline):
-        for index in range(size):
-            all_parts = all((stage, index, shard) in launched for shard in range(launch_topology.tensor))
-            if launch_topology.experts and not all_parts:
-                experts = ", ".join(map(str, launch_topology.experts_at(index)))
+        for seat in range(launch_topology.expert_ranks):
+            if (stage, seat) not in launched:
+                experts = ", ".join(map(str, launch_topology.experts_of_seat(seat)))
                 raise OSError(f"all ranks are missing that write experts {experts} of pipeline stage {stage}")
 
 

@@ -103,7 +103,7 @@ def _key_layer(layer: Any, slices: Slices) -> list[str]:
     if router is not None and layer.config.moe_input_jitter_eps is not None:
         device = torch.device(torch.cuda.current_device())
         router.input_jitter = SampleJitter(
-            layer.config.moe_input_jitter_eps, unit, layer.config.params_dtype, device, sequence
+            layer.config.moe_input_jitter_eps, unit, layer.config.params_dtype, device, sequence, positions
         )
     core = getattr(layer.self_attention, "core_attention", None)
     if isinstance(core, DotProductAttention):

@@ -18,17 +18,30 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["deal_experts", "expert_of", "is_expert", "join_crew", "launch_crew"]
+__all__ = ["deal_experts", "expert_of", "is_expert", "join_crew", "launch_crew", "number_experts"]
 
 _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
 
 
-def launch_crew(experts: int, ranks: Sequence[int], parts: int) -> Crew:
-    """Return the crew of a group of Megatron's, of which each ``parts`` adjacent ranks have the same experts."""
-    each = experts * parts // len(ranks)
+def launch_crew(each: int, ranks: Sequence[int], parts: int) -> Crew:
+    """Return the crew of a group of Megatron's. ``each``: number of experts that ``parts`` adjacent ranks have."""
     blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks) // parts)]
     return Crew(tuple(ranks), tuple(block for block in blocks for _ in range(parts)))
+
+
+def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -> None:
+    """Show the layers in ``module`` the groups of Megatron's in which ``rank`` has experts of its ``crew`` at launch.
+
+    Checkpoints number experts, and their ``parts``, by rank and size of these groups, whichever members are left. A
+    rank that joins a running job builds its layers before its groups have their other members.
+    """
+    home, part = divmod(crew.ranks.index(rank), parts)
+    groups = {"ep_group": GroupStandIn(home, len(crew.ranks) // parts), "tp_group": GroupStandIn(part, parts)}
+    for layer in _layers(module):
+        for part in layer.experts.modules():
+            for name in groups.keys() & vars(part).keys():
+                setattr(part, name, groups[name])
 
 
 def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
@@ -43,15 +56,9 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
 def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf) -> None:
     """Make the layers in ``module`` exchange tokens with the ranks of ``crew``.
 
-    A shared expert is computed beside, not inside, the exchange. Experts exchange nothing themselves, and checkpoints
-    number them by the sizes of the launch, whichever ranks of Megatron's groups are left: rank and size are enough.
+    A shared expert is computed beside, not inside, the exchange.
     """
     for layer in _layers(module):
-        for part in layer.experts.modules():
-            for name in ("ep_group", "tp_group"):
-                group = getattr(part, name, None)
-                if group is not None and not isinstance(group, GroupStandIn):
-                    setattr(part, name, GroupStandIn(group.rank(), group.size()))
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
 

@@ -33,7 +33,7 @@ from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
-from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew
+from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew, number_experts
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
 from megatron.elastic.mcore.model.param_groups import GroupKeys
@@ -158,11 +158,19 @@ class GptInterface:
         return SequencePart(launched.cut, place.part, self._context_group(place.context_ranks))
 
     def _crew_at_launch(self) -> Crew | None:
-        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
-        if not self._sizes.experts:
+        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts.
+
+        Ranks that have all experts together are adjacent. Megatron's group of a rank that joins a running job has only
+        that rank at first.
+        """
+        sizes, rank = self._sizes, dist.get_rank()
+        if not sizes.experts:
             return None
-        ranks = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
-        return launch_crew(self._sizes.experts, ranks, self._sizes.expert_parts)
+        count = sizes.expert_homes * sizes.expert_parts
+        ranks = range(rank - rank % count, rank - rank % count + count)
+        crew = launch_crew(sizes.experts // sizes.expert_homes, ranks, sizes.expert_parts)
+        number_experts(self._chunks, crew, rank, sizes.expert_parts)
+        return crew
 
     def _crew_of(self, place: TensorPlace | None) -> Crew | None:
         return self._launch_crew if place is None else place.crew
@@ -317,8 +325,8 @@ class GptInterface:
         if not is_expert(spec.name):
             return PPM
         config, sizes = self._config, self._sizes
-        whole_on = sizes.tensor // sizes.expert_parts if sizes.experts else 1
-        return int(PPM * config.moe_router_topk * sizes.crew // (config.num_moe_experts * whole_on))
+        ranks = sizes.expert_homes * sizes.expert_parts if sizes.experts else sizes.tensor
+        return int(PPM * config.moe_router_topk * ranks // (config.num_moe_experts * sizes.tensor))
 
     def forward(
         self,
@@ -402,7 +410,12 @@ class GptInterface:
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         """Return the losses that balance experts (:class:`ModelInterface`)."""
-        return self._layer_losses.take(self._cell_group(), self._anatomy.config.tensor_model_parallel_size)
+        part, groups = self._context.part, list[dist.ProcessGroup]()
+        if self._anatomy.config.tensor_model_parallel_size > 1:
+            groups.append(self._cell_group())
+        if part is not None and part.group is not None:
+            groups.append(part.group)
+        return self._layer_losses.take(groups)
 
     def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
         """Set the bias of routers (:class:`ModelInterface`), also in the modules of the launch, for checkpoints."""

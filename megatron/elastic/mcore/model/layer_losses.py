@@ -12,7 +12,8 @@ recomputed counts when it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +57,15 @@ class LayerLosses:
         self._sums.clear()
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=device))
 
-    def take(self, group: dist.ProcessGroup | None, ranks: int) -> Mapping[str, tuple[float, float]]:
-        """Return name → (sum, number of values) over ``ranks`` ranks of a cell; collective in its ``group``."""
+    def take(self, groups: Sequence[dist.ProcessGroup]) -> Mapping[str, tuple[float, float]]:
+        """Return name → (sum, number of values) over the ranks of a cell; collective in its ``groups``, one by one."""
         sums, self._sums = dict(sorted(self._sums.items())), {}
         if not sums:
             return {}
         totals = torch.stack([item.total for item in sums.values()])
-        if ranks > 1:
+        for group in groups:
             dist.all_reduce(totals, group=group)
+        ranks = math.prod(group.size() for group in groups)
         return {
             name: (total if item.parts else total / ranks, float(item.count))
             for (name, item), total in zip(sums.items(), totals.tolist(), strict=True)

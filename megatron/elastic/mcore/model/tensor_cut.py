@@ -86,15 +86,15 @@ class Sizes:
     sequence_parallel: bool
     experts: int = 0
     """Experts of a layer, where ranks share them; else 0."""
-    crew: int = 1
-    """Ranks that share the experts at launch: Megatron's expert-parallel size."""
+    expert_homes: int = 1
+    """Into how many sets the experts are dealt: Megatron's expert-parallel size."""
     expert_parts: int = 1
     """Ranks with a part of each expert: Megatron's tensor-parallel size of experts."""
 
     @classmethod
     def of(cls, config: Any, vocabulary: int, sequence: int) -> Sizes:
         """Return the sizes of a model with Megatron's ``TransformerConfig``."""
-        crew = getattr(config, "expert_model_parallel_size", 1) or 1
+        homes = getattr(config, "expert_model_parallel_size", 1) or 1
         return cls(
             tensor=config.tensor_model_parallel_size,
             heads=config.num_attention_heads,
@@ -106,9 +106,9 @@ class Sizes:
             vocabulary=vocabulary,
             sequence=sequence,
             sequence_parallel=bool(config.sequence_parallel),
-            experts=config.num_moe_experts if crew > 1 else 0,
-            crew=crew,
-            expert_parts=(getattr(config, "expert_tensor_parallel_size", 1) or 1) if crew > 1 else 1,
+            experts=config.num_moe_experts if homes > 1 else 0,
+            expert_homes=homes,
+            expert_parts=(getattr(config, "expert_tensor_parallel_size", 1) or 1) if homes > 1 else 1,
         )
 
 

@@ -118,8 +118,8 @@ class TensorPlace:
         mine.tp = self._stand_in
         if self.crew is not None:
             parts = self.sizes.expert_parts
-            mine.ep = GroupStandIn(0, self.sizes.crew)
-            mine.expt_tp = GroupStandIn(self.position.index if parts > 1 else 0, parts)
+            mine.ep = GroupStandIn(0, self.sizes.expert_homes)
+            mine.expt_tp = GroupStandIn(self.position.index % parts, parts)
         return mine
 
     def deal_experts(self, layer: torch.nn.Module, building: Any) -> None:
