@@ -30,15 +30,17 @@ TOLERANCE = 1e-5
 
 
 @cache
-def _reference(scenario: Scenario, cut: bool, parts: bool) -> RankProcess:
-    return run(scenario, Program(cut=cut, parts=parts)).finished[0]
+def _reference(scenario: Scenario, cut: bool, parts: bool, experts: tuple[int, int] | None) -> RankProcess:
+    return run(scenario, Program(cut=cut, parts=parts, experts=experts)).finished[0]
 
 
-def undisturbed(scenario: Scenario, cut: bool = False, parts: bool = False) -> RankProcess:
-    """A rank of the same job without any fault. ``cut``, ``parts``: of :class:`Program`."""
+def undisturbed(
+    scenario: Scenario, cut: bool = False, parts: bool = False, experts: tuple[int, int] | None = None
+) -> RankProcess:
+    """A rank of the same job without any fault. ``cut``, ``parts``, ``experts``: of :class:`Program`."""
     exact = (("exact", True),) if config_of(scenario).exact else ()
     plain = replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=())
-    return _reference(plain, cut, parts)
+    return _reference(plain, cut, parts, experts)
 
 
 def check(cluster: Cluster, settled: bool = False) -> None:
@@ -62,7 +64,8 @@ def _check(cluster: Cluster, settled: bool) -> None:
     _check_begun(cluster)
     _check_told(cluster)
     tolerance = 0.0 if config_of(scenario).exact else TOLERANCE
-    reference = undisturbed(replace(scenario, steps=last_step(cluster)), cluster.program.cut, cluster.program.parts)
+    program, shortened = cluster.program, replace(scenario, steps=last_step(cluster))
+    reference = undisturbed(shortened, program.cut, program.parts, program.experts)
     for process in cluster.processes:
         _check_computed(process, reference, tolerance)
     _check_held(cluster, settled)

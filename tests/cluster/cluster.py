@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheck
 from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Effects, Fault, Injector
@@ -51,6 +52,7 @@ from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJour
 from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
+from tests.cluster.routed_model import EXPERTS, RoutedModel
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 from tests.cluster.shared_model import SharedModel
 from tests.scenario.scenario import RETURNS, Scenario, parse
@@ -97,6 +99,8 @@ class Program:
     """Cut the sequence over the ranks of a cell too."""
     parts: bool = False
     """The ranks of a cell share the sequence instead of the weights: the layout's tensor size is the context size."""
+    experts: tuple[int, int] | None = None
+    """(sets of experts, ranks with a part of each): with ``parts``, of layers whose experts ranks share."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
@@ -121,8 +125,8 @@ def config_of(scenario: Scenario) -> ElasticConfig:
     return ElasticConfig(**{**fixed, **dict(scenario.settings)})
 
 
-def topology_of(scenario: Scenario, parts: bool = False) -> LaunchTopology:
-    """The launch; units are dealt out evenly to the stages. ``parts``: of :attr:`Program.parts`."""
+def topology_of(scenario: Scenario, parts: bool = False, experts: tuple[int, int] | None = None) -> LaunchTopology:
+    """The launch; units are dealt out evenly to the stages. ``parts``, ``experts``: of :class:`Program`."""
     layout = scenario.layout
     if layout.chunks > 1:
         raise ValueError(f"{layout}: a rank of the cluster has one chunk")
@@ -130,7 +134,10 @@ def topology_of(scenario: Scenario, parts: bool = False) -> LaunchTopology:
     grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
     tensor, context = (1, layout.tensor) if parts else (layout.tensor, 1)
     sizes, chunks = (tensor, layout.pipeline, layout.data), tuple(pairwise(cuts))
-    return LaunchTopology(*sizes, chunks, grid, extra=scenario.spares, context=context)
+    found = LaunchTopology(*sizes, chunks, grid, extra=scenario.spares, context=context)
+    if experts is None:
+        return found
+    return replace(found, experts=EXPERTS, expert_homes=experts[0], expert_parts=experts[1])
 
 
 def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, program: Program) -> ModelInterface:
@@ -140,6 +147,10 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
     """
     _, _, stage = topology.place(rank) or (0, 0, 0)
     units = range(*topology.chunks[stage])
+    if program.experts is not None:
+        place = Assignment.at_launch(topology).place(rank)
+        assert place is not None, "a rank beyond the launch would have no experts"
+        return RoutedModel(UNITS, units, place, fabric, program.experts[1])
     if program.parts:
         ranks = topology.cell_of(rank).ranks
         return SharedModel(UNITS, units, CellPlace(ranks, ranks.index(rank), parts=len(ranks)), fabric)
@@ -287,8 +298,15 @@ class RankProcess:
                 if speaks:
                     publish_recovery(self.membership, outcome, event, repeated_s)
 
-        settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
-        topology, rows = topology_of(scenario, program.parts), rows_of(scenario)
+        settings = Settings(
+            7,
+            HYPER,
+            per_token_loss=True,
+            whole_microbatches=program.experts is not None,
+            communication_timeout=TIMEOUT,
+            steps=scenario.steps,
+        )
+        topology, rows = topology_of(scenario, program.parts, program.experts), rows_of(scenario)
         model = _model_of(topology, self.rank, self.fabric, program)
         parts = EngineParts(
             model,

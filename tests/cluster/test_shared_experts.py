@@ -1,0 +1,80 @@
+"""Ranks that share experts lose some of them in the same step, whatever sizes their groups have, and have them again.
+
+The ranks with all experts together are those of several cells, of one, or some of a cell; an expert is whole on one
+rank, or cut. The ranks of a cell share the sequence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.inject import STEP_POINTS
+from tests.cluster.checks import check, undisturbed
+from tests.cluster.cluster import Cluster, Program, RankProcess, run
+from tests.cluster.routed_model import EXPERTS
+
+SIZES: dict[str, tuple[str, tuple[int, int]]] = {
+    "two cells of one rank": ("dp4", (2, 1)),
+    "two cells of one rank, in two stages": ("pp2dp2", (2, 1)),
+    "a cell": ("tp2dp2", (2, 1)),
+    "a cell, in two stages": ("tp2pp2dp1", (2, 1)),
+    "two cells": ("tp2dp2", (4, 1)),
+    "two cells, each expert cut": ("tp2dp2", (2, 2)),
+    "half a cell": ("tp4dp2", (2, 1)),
+}
+"""Name → layout, whose tensor size is the number of parts of a sequence, and (sets of experts, ranks with a part)."""
+POINTS = (*STEP_POINTS, "between_steps", "in_evaluate")
+CASES = [(name, point, rank) for name in SIZES for point in POINTS for rank in range(4)]
+SAMPLE = [case for at, case in enumerate(CASES) if at % 32 == (at // 32) % 31]
+
+
+def loses(name: str, *kills: str) -> Cluster:
+    """The cluster after a run in which no committed step was lost and each sample counted once."""
+    layout, experts = SIZES[name]
+    scenario = f"{layout} steps=6 micro_batches=4 mirrors=2 {' '.join(kills)}"
+    cluster = run(scenario, Program(parts=True, experts=experts))
+    check(cluster)
+    assert all(outcome.lost_steps == 0 for process in cluster.processes for outcome in process.recoveries)
+    ledger = engine_of(undisturbed(cluster.scenario, parts=True, experts=experts)).record.ledger_hash
+    assert {engine_of(process).record.ledger_hash for process in cluster.finished} == {ledger}
+    return cluster
+
+
+def engine_of(process: RankProcess) -> Engine:
+    assert process.engine is not None
+    return process.engine
+
+
+@pytest.mark.parametrize(("name", "point", "rank"), SAMPLE)
+def test_a_rank_is_lost_and_comes_back(name: str, point: str, rank: int) -> None:
+    cluster = loses(name, f"kill:rank={rank},step=2,point={point}")
+    assert all(not engine_of(process).view.assignment.rehomed for process in cluster.finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "point", "rank"), [case for case in CASES if case not in SAMPLE])
+def test_a_rank_is_lost_at_any_other_point(name: str, point: str, rank: int) -> None:
+    loses(name, f"kill:rank={rank},step=2,point={point}")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("two cells of one rank", (3, 1)), ("two cells", (3,)), ("two cells, each expert cut", (2,))]
+)
+def test_experts_of_ranks_that_stay_away_have_homes_with_the_rest_of_their_crew(
+    name: str, ranks: tuple[int, ...]
+) -> None:
+    points = ("mid_backward", "after_vote")
+    kills = [f"kill:rank={rank},step={2 + 2 * at},point={points[at]}" for at, rank in enumerate(ranks)]
+    for process in loses(name, "back=never", *kills).finished:
+        homes = dict(engine_of(process).view.assignment.rehomed)
+        assert sorted(map(len, homes.values())) == sorted([0, EXPERTS] * len(ranks)), (
+            "of each damaged crew one cell has all"
+        )
+
+
+def test_losses_do_not_depend_on_the_sizes_of_groups() -> None:
+    found = [loses(name) for name in ("a cell", "two cells", "two cells, each expert cut")]
+    for step, result in found[0].finished[0].results.items():
+        for other in found[1:]:
+            assert other.finished[0].results[step].losses["loss"] == pytest.approx(result.losses["loss"], rel=1e-6)
