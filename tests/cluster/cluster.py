@@ -28,7 +28,7 @@ from megatron.elastic.control.events import Readmitted, Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
 from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheckpoint
-from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
+from megatron.elastic.engine.compute.model_interface import CellPlace, Crew, ModelInterface
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.assignment import Assignment
@@ -149,7 +149,10 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
     units = range(*topology.chunks[stage])
     if program.experts is not None:
         place = Assignment.at_launch(topology).place(rank)
-        assert place is not None, "a rank beyond the launch would have no experts"
+        assert place is not None
+        if place.crew is None:
+            seats = (topology.experts_of_seat(at % topology.expert_ranks) for at in range(len(place.ranks)))
+            place = replace(place, crew=Crew(place.ranks, tuple(seats)))
         return RoutedModel(UNITS, units, place, fabric, program.experts[1])
     if program.parts:
         ranks = topology.cell_of(rank).ranks

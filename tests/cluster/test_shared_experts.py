@@ -73,6 +73,14 @@ def test_experts_of_ranks_that_stay_away_have_homes_with_the_rest_of_their_crew(
         )
 
 
+def test_a_spare_has_the_experts_of_the_rank_that_it_replaces() -> None:
+    cluster = loses("two cells of one rank", "spares=1", "back=never", "kill:rank=1,step=2,point=mid_backward")
+    for process in cluster.finished:
+        place = engine_of(process).view.assignment.place(4)
+        assert place is not None and place.crew is not None
+        assert place.crew.ranks == (0, 4) and place.crew.experts_of(4) == (2, 3)
+
+
 def test_losses_do_not_depend_on_the_sizes_of_groups() -> None:
     found = [loses(name) for name in ("a cell", "two cells", "two cells, each expert cut")]
     for step, result in found[0].finished[0].results.items():
