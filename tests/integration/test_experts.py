@@ -3,6 +3,9 @@
 Every rank of a stage has all experts of its layers, or shares them with others: then those of a lost rank go to the
 rest of its crew, and back. In each job one rank dies in a step that is run again and one in a committed step. Losses,
 those that balance experts among them, are those of the undisturbed job, with dropout 0.1.
+
+In bf16 they differ by more where ranks share experts (docs/log.md): the gradient of an expert is rounded once for the
+tokens of all micro-batches that a crew computes at a time, and after a loss these are others.
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
+LIMITS = {"exact": 0.0, "four share, zero bubble, bf16": 1e-4}
+"""Largest relative deviation of a loss; 1.6e-5 was measured in bf16."""
 EACH_TIME = ("cut sequence", "whole micro-batches", "four share")
 
 
@@ -120,13 +125,14 @@ def test_losses_are_those_of_the_undisturbed_job(tmp_path: Path, name: str) -> N
     killed = elastic_job(tmp_path / "killed", ranks, tensor, stages, STEPS, *flags, *faults)
     deviation = deviation_without_loss(whole, killed)
     print(f"{name}: losses deviate by {deviation:.1e}")
-    assert deviation <= (0.0 if name == "exact" else ROUNDING)
+    limit = LIMITS.get(name, ROUNDING)
+    assert deviation <= limit
     assert len({record.fields["lost_rank"] for record in killed.of("loss")}) == 2
     values = balancing(whole)
     unbalanced = name == "sinkhorn" or set(UNBALANCED) <= set(flags)
     assert unbalanced or all(values[step] for step in range(3, STEPS + 1))
     for step in range(3, STEPS + 1):  # Megatron's second line has the mean of the first two steps
-        assert balancing(killed)[step] == pytest.approx(values[step], rel=ROUNDING)
+        assert balancing(killed)[step] == pytest.approx(values[step], rel=limit or ROUNDING)
 
 
 @pytest.mark.slow
