@@ -33,8 +33,7 @@ def launch_crew(each: int, ranks: Sequence[int], parts: int) -> Crew:
 def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -> None:
     """Show the layers in ``module`` the groups of Megatron's in which ``rank`` has experts of its ``crew`` at launch.
 
-    Checkpoints number experts, and their ``parts``, by rank and size of these groups, whichever members are left. A
-    rank that joins a running job builds its layers before its groups have their other members.
+    Checkpoints number experts, and their ``parts``, by rank and size of these groups, whichever members are left.
     """
     home, part = divmod(crew.ranks.index(rank), parts)
     groups = {"ep_group": GroupStandIn(home, len(crew.ranks) // parts), "tp_group": GroupStandIn(part, parts)}

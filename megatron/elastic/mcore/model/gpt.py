@@ -160,8 +160,8 @@ class GptInterface:
     def _crew_at_launch(self) -> Crew | None:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts.
 
-        Ranks that have all experts together are adjacent. Megatron's group of a rank that joins a running job has only
-        that rank at first.
+        Ranks that have all experts together are adjacent. It follows from their numbers, not from Megatron's group, of
+        which a rank beyond the launch has its own cell only.
         """
         sizes, rank = self._sizes, dist.get_rank()
         if not sizes.experts:
