@@ -22,8 +22,9 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint
 

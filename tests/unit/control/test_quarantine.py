@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lifted, Lost, NodeLost, Readmitted, Reported, Waiting
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 
 HOUR, FIRST = 3600.0, 60.0

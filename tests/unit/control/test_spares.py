@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lost, NodeBack, NodeLost, Readmitted, Reported, Requested
 from megatron.elastic.control.events import Waiting as Arrived
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Pending, Request
 
 

@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from megatron.elastic.control.answers import Acceptance, ReshapeStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Drain, Reshape, ReshapeState, Status
 from megatron.elastic.control.wire import frame
 from megatron.elastic.ctl import CtlError, ask, main

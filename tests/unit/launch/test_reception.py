@@ -12,10 +12,11 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.control.answers import JobStatus, ToleranceStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.messages import Hello, Moving, Promise, ToleranceText
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Request, Status
 from megatron.elastic.launch.agent.admin import Admin as Answers
 from megatron.elastic.launch.agent.admin import Sources
