@@ -116,7 +116,7 @@ def test_ctl_returns_when_the_sizes_are_in_force_or_refused(
     assert appended == [Wanted(Reshape(1, 2, 1))]
 
 
-def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_nobody() -> None:
+def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_no_other() -> None:
     nodes = {number: Node("h" * 200, (number,)) for number in range(5000)}
     loop, state = Loop(), Generations(nodes)
     console = Console(

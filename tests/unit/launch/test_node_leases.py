@@ -189,7 +189,7 @@ def test_a_round_is_one_read_however_many_nodes_there_are() -> None:
         assert set(job.shelf.requests) == {"put", "get_many"}
 
 
-def test_the_lease_of_an_agent_that_does_not_hold_the_place_keeps_nobody_alive() -> None:
+def test_the_lease_of_an_agent_that_does_not_hold_the_place_keeps_no_node_alive() -> None:
     with agents(2) as job:
         job.start(0)
         job.start(1, token="another")

@@ -120,7 +120,7 @@ def test_an_agent_that_does_not_hold_the_place_is_not_let_in(agents: Agents, cla
 
 
 @pytest.mark.parametrize("said", [b"\n", b"hello\n", b"\xff" * 5000, b'"\n'])
-def test_whoever_says_something_else_is_dropped(agents: Agents, said: bytes) -> None:
+def test_a_peer_that_says_something_else_is_dropped(agents: Agents, said: bytes) -> None:
     connection, _ = agents.call()
     connection.sendall(said)
     with suppress(ConnectionResetError):  # it was dropped with what it had yet to read

@@ -97,7 +97,7 @@ def test_a_report_ahead_counts_for_a_loss_too_and_only_for_the_first() -> None:
 
 
 @given(st.permutations([*range(RANKS), *range(RANKS, 2 * RANKS)]))
-def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: list[int]) -> None:
+def test_in_any_order_of_requests_and_reports_each_rank_is_heard_once(order: list[int]) -> None:
     """Numbers below ``RANKS`` are requests, the others reports for the next generation."""
     admin = Admin()
     for item in order:
