@@ -155,10 +155,11 @@ def compute_parts(case: Dealt) -> dict[str, float]:
 
 
 def names() -> dict[str, Any]:
-    """Names of parameters on a rank that has experts 2 and 5, and the crew of an expert-parallel group."""
+    """Names of parameters on a rank that has experts 2 and 5, and the crews of two expert-parallel groups."""
     expert, router = "mlp.experts.local_experts.1.linear_fc1.weight", "mlp.router.weight"
-    crew = launch_crew(2, (4, 6, 9), 1)
-    return {"names": [expert_of(f".{name}", (2, 5)) for name in (expert, router)], "crew": [crew.ranks, crew.experts]}
+    crews = [launch_crew(6, 3, 1, 4), launch_crew(4, 2, 2, 5)]
+    named = [expert_of(f".{name}", (2, 5)) for name in (expert, router)]
+    return {"names": named, "crews": [(crew.ranks, crew.experts) for crew in crews]}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def test_parts_of_a_sequence_are_routed_and_balanced_as_the_whole(answers: dict[
 
 
 def test_the_crew_of_the_launch_is_megatrons_deal(answers: dict[str, Any]) -> None:
-    assert answers["names"]["crew"] == [[4, 6, 9], [[0, 1], [2, 3], [4, 5]]]
+    whole, cut = answers["names"]["crews"]
+    assert whole == [[3, 4, 5], [[0, 1], [2, 3], [4, 5]]]
+    assert cut == [[4, 5, 6, 7], [[0, 1], [0, 1], [2, 3], [2, 3]]]
 
 
 def test_a_parameter_of_an_expert_has_one_name_on_every_rank(answers: dict[str, Any]) -> None:

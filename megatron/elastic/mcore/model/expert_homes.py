@@ -24,10 +24,14 @@ _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
 
 
-def launch_crew(each: int, ranks: Sequence[int], parts: int) -> Crew:
-    """Return the crew of a group of Megatron's. ``each``: number of experts that ``parts`` adjacent ranks have."""
-    blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks) // parts)]
-    return Crew(tuple(ranks), tuple(block for block in blocks for _ in range(parts)))
+def launch_crew(experts: int, homes: int, parts: int, rank: int) -> Crew:
+    """Return the crew of ``rank`` as Megatron deals it: ``homes`` sets of experts, each on ``parts`` adjacent ranks.
+
+    It follows from the rank's number, not from Megatron's group: a rank beyond the launch has only its own cell there.
+    """
+    each, first = experts // homes, rank - rank % (homes * parts)
+    blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(homes) for _ in range(parts)]
+    return Crew(tuple(range(first, first + homes * parts)), tuple(blocks))
 
 
 def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -> None:

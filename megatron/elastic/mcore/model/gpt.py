@@ -158,17 +158,11 @@ class GptInterface:
         return SequencePart(launched.cut, place.part, self._context_group(place.context_ranks))
 
     def _crew_at_launch(self) -> Crew | None:
-        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts.
-
-        Ranks that have all experts together are adjacent. It follows from their numbers, not from Megatron's group, of
-        which a rank beyond the launch has its own cell only.
-        """
+        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
         sizes, rank = self._sizes, dist.get_rank()
         if not sizes.experts:
             return None
-        count = sizes.expert_homes * sizes.expert_parts
-        ranks = range(rank - rank % count, rank - rank % count + count)
-        crew = launch_crew(sizes.experts // sizes.expert_homes, ranks, sizes.expert_parts)
+        crew = launch_crew(sizes.experts, sizes.expert_homes, sizes.expert_parts, rank)
         number_experts(self._chunks, crew, rank, sizes.expert_parts)
         return crew
 
