@@ -89,7 +89,10 @@ def test_a_rank_that_returned_writes_its_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
-    """Ours with two ranks for the experts, after the loss of one; plain Megatron then with two, and with one."""
+    """Ours is written after the loss of one of the two ranks that share experts.
+
+    Plain Megatron has an optimizer for these experts, and reads a checkpoint with as many optimizers as wrote it only.
+    """
     two, ours, theirs = ("--expert-model-parallel-size", "2"), str(tmp_path / "ours"), str(tmp_path / "theirs")
     lost = (
         "--no-elastic-respawn",
@@ -104,14 +107,13 @@ def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
         plain_job("straight", 4, 1, *SHARED, *two),
         plain_job("writes", 4, 1, *SHARED, *two, *saving(tmp_path / "theirs")),
         plain_job("two", 4, 1, *SHARED, *two, "--load", ours),
-        plain_job("one", 2, 1, *SHARED, "--load", ours),
     ]
     codes = run_jobs(tmp_path, plain)
     assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, "two")[-3000:])
     straight = tail(losses(logs(tmp_path, "straight")))
     resumed = elastic_job(tmp_path / "later", 4, 1, 1, STEPS, *flags, "--load", theirs)
     assert resumed.code == 0, resumed.output[-4000:]
-    for found in (losses(logs(tmp_path, "two")), losses(logs(tmp_path, "one")), resumed.losses):
+    for found in (losses(logs(tmp_path, "two")), resumed.losses):
         assert largest_deviation(straight, tail(found)) < ROUNDING["experts"]
 
 
