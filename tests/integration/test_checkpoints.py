@@ -88,6 +88,17 @@ def test_a_rank_that_returned_writes_its_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("wrote", "reads"), [("2", "1"), ("1", "2")])
+def test_state_of_another_number_of_optimizers_is_refused_in_one_line(tmp_path: Path, wrote: str, reads: str) -> None:
+    flags = (*QUIET, *SHARED, "--expert-model-parallel-size")
+    written = elastic_job(tmp_path / "writes", 2, 1, 1, STEPS, *flags, wrote, *saving(tmp_path / "saved"))
+    assert written.code == 0, written.output[-4000:]
+    read = elastic_job(tmp_path / "reads", 2, 1, 1, STEPS, *flags, reads, "--load", str(tmp_path / "saved"))
+    assert read.code == 1 and "Traceback" not in read.output, read.output[-4000:]
+    assert "error: --load: Megatron keeps optimizer state of experts that ranks share apart" in read.output
+
+
+@pytest.mark.slow
 def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
     """Ours is written after the loss of one of the two ranks that share experts.
 

@@ -129,8 +129,9 @@ class OptimizerCheckpoint:
         )
 
     def finish_load(self, state_dict: Any) -> LoadedState:
-        """Return the loaded state."""
+        """Return the loaded state. Raises ``ConfigError`` for state of another number of optimizers."""
         reading, self._reading = self._reading, []
+        _require_optimizers(state_dict, len(reading))
         state = self._engine.empty_state()
         states = [state_dict] if len(reading) == 1 else [state_dict[number] for number in range(len(reading))]
         read = [self._read(*part, found, state) for part, found in zip(reading, states, strict=True)]
@@ -280,6 +281,17 @@ class OptimizerCheckpoint:
 def _chained(states: Sequence[Any]) -> Any:
     """Return the state of several optimizers as Megatron's ``ChainedOptimizer`` does: one alone, others numbered."""
     return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _require_optimizers(state_dict: Mapping[Any, Any], count: int) -> None:
+    """Raise ``ConfigError`` unless a checkpoint was written by ``count`` optimizers (:func:`_chained`)."""
+    numbered = [key for key in state_dict if isinstance(key, int)]
+    if len(numbered) == (count if count > 1 else 0) and len(numbered) in (0, len(state_dict)):
+        return
+    raise ConfigError(
+        "--load: Megatron keeps optimizer state of experts that ranks share apart from the rest, and this checkpoint "
+        "and --expert-model-parallel-size differ in that: use a size above 1 for both, or 1, or add --no-load-optim"
+    )
 
 
 def _main_parameters(shadow: Any) -> list[torch.Tensor]:
