@@ -112,6 +112,12 @@ SECTIONS = (
         tables.reshape,
     ),
     Section(
+        "reshape_memory",
+        "What do they pay for them on one machine?",
+        "The same over shared memory, which ranks of one machine use unless a flag asks for TCP.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",

@@ -59,6 +59,7 @@ STANDARD = {
     "reshape": Benchmark("reshape", ("--gbit", "1"), 1200),
     "reshape_waiting": Benchmark("reshape", ("--gbit", "1", "--seq", "8", "--batch", "4", "--waiting", "0.05"), 1200),
     "reshape_loopback": Benchmark("reshape", ("--seq", "8", "--batch", "4", "--waiting", "0.05"), 1200),
+    "reshape_memory": Benchmark("reshape", ("--link", "shm", "--seq", "8", "--batch", "4", "--waiting", "0.05"), 1200),
     "overhead": Benchmark("overhead"),
     "overhead_of_two": Benchmark("overhead", ("--ranks", "2")),
     "step_time": Benchmark("step_time"),
