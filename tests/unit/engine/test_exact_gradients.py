@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,35 +23,41 @@ UNITS = (0, 1)
 PLACES = resolutions(1.0)[0]
 
 
-def arena() -> Arena:
-    model = TinyModel(len(UNITS), UNITS)
+def arena(model: TinyModel | None = None) -> Arena:
+    model = model or TinyModel(len(UNITS), UNITS)
     specs = {unit: [one.spec for one in model.unit_parameters(unit)] for unit in UNITS}
     layouts = {(unit, 0): UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS}
     return Arena(model, layouts, HeldPart(UNITS, None, tuple(layouts)))
 
 
 LENGTH = arena().gradients.numel()
+PADDING = torch.ones(LENGTH, dtype=torch.bool)
+for _start, _stop in arena().places():
+    PADDING[_start:_stop] = False
 
 
 def samples(seed: int, count: int, spread: int) -> torch.Tensor:
-    """Gradients of ``count`` samples, of magnitudes from ``2^-spread`` to 1: ``[count, elements]``."""
+    """Gradients of ``count`` samples, of magnitudes from ``2^-spread`` to 1: ``[count, elements of the arena]``."""
     made = torch.Generator().manual_seed(seed)
     magnitudes = 2.0 ** torch.randint(-spread, 1, (count, LENGTH), generator=made).float()
-    return torch.randn(count, LENGTH, generator=made) * magnitudes
+    return (torch.randn(count, LENGTH, generator=made) * magnitudes).masked_fill(PADDING, 0.0)
 
 
 class Rank:
     """One rank's arena and sums, of a batch of ``count`` samples."""
 
     def __init__(self, count: int, places: int = PLACES) -> None:
-        self.arena = arena()
+        self.model = TinyModel(len(UNITS), UNITS)
+        self.arena = arena(self.model)
         self.exact = ExactGradients(self.arena, count)
         self.exact.begin(places)
 
-    def backward(self, gradient: torch.Tensor) -> None:
-        """Accumulate one sample's gradient as autograd does, then fold it."""
-        self.arena.gradients += gradient
-        self.exact.fold()
+    def backward(self, gradient: torch.Tensor, units: tuple[int, ...] = UNITS) -> None:
+        """Let autograd give each parameter of ``units`` its part of one sample's ``gradient`` (of the whole arena)."""
+        for unit in units:
+            for item in self.model.unit_parameters(unit):
+                start, stop = self.arena.place_of(unit, item.spec.name)
+                item.parameter.backward(gradient[start:stop].view(item.parameter.shape))
 
     def sums(self) -> torch.Tensor:
         """Return a copy of the integer sums."""
@@ -60,22 +65,17 @@ class Rank:
 
 
 def reduced(ranks: list[Rank]) -> torch.Tensor:
-    """Return the fp32 gradients of all ``ranks`` together, which each of them gets."""
-    total = torch.zeros(LENGTH, dtype=torch.int64)
-
-    def add_to_total(sums: torch.Tensor) -> None:
-        total.add_(sums)
-
-    def take_total(sums: torch.Tensor) -> None:
-        sums.copy_(total)
-
+    """Return the fp32 gradients of all ``ranks`` together, of which each one converts a part."""
     for rank in ranks:
-        rank.exact.reduce(0, LENGTH, add_to_total)
-    for rank in ranks:
-        rank.exact.reduce(0, LENGTH, take_total)
-    results = [rank.arena.gradients for rank in ranks]
-    assert all(torch.equal(result, results[0]) for result in results)
-    return results[0]
+        rank.exact.views()  # the end of a pass
+    total = torch.stack([rank.exact.sums(0, LENGTH) for rank in ranks]).sum(0)
+    result = torch.empty(LENGTH)
+    for rank, part in zip(ranks, torch.arange(LENGTH).chunk(len(ranks)), strict=True):
+        start, stop = int(part[0]), int(part[-1]) + 1
+        rank.exact.sums(start, stop).copy_(total[start:stop])
+        rank.exact.total(start, stop)
+        result[start:stop] = rank.arena.gradients[start:stop]
+    return result
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,16 +99,52 @@ def test_any_distribution_of_samples_over_ranks_gives_the_same_bits(
     assert bool(((total - exact).abs() <= bound).all())
 
 
-def test_a_fold_takes_the_gradients_out_of_the_arena() -> None:
-    """A gradient that is left there would be counted twice, since autograd adds to it."""
-    rank = Rank(2)
-    rank.backward(samples(1, 1, 0)[0])
+def test_a_gradient_is_added_when_autograd_has_it_and_stays_nowhere_else() -> None:
+    """A gradient that stayed with its parameter would be counted again with the next sample's."""
+    rank, (gradient,) = Rank(2), samples(1, 1, 0)
+    rank.backward(gradient)
     once = rank.sums()
-    assert not rank.arena.gradients.any()
-    rank.exact.fold()
-    assert torch.equal(rank.sums(), once)
+    assert once.any() and not rank.arena.gradients.any()
+    assert all(item.parameter.grad is None for unit in UNITS for item in rank.model.unit_parameters(unit))
+    rank.backward(gradient)
+    assert torch.equal(rank.sums(), 2 * once)
+
+
+def test_a_weight_gradient_computed_outside_of_autograd_counts_as_autograds_own() -> None:
+    """Zero-bubble schedules compute it after the input gradients, from a queue."""
+    whole, split, (gradient,) = Rank(1), Rank(1), samples(2, 1, 0)
+    whole.backward(gradient)
+    split.backward(gradient, UNITS[:1])
+    for item in split.model.unit_parameters(UNITS[1]):
+        start, stop = split.arena.place_of(UNITS[1], item.spec.name)
+        split.arena.accumulate(item.parameter, gradient[start:stop].view(item.parameter.shape))
+    assert torch.equal(whole.sums(), split.sums())
+
+
+def test_a_pass_has_nothing_of_the_pass_before() -> None:
+    """Sums are not zeroed: a first contribution replaces what is there, and places without one are cleared."""
+    first, second = samples(3, 2, 4)
+    used, fresh = Rank(1), Rank(1)
+    used.backward(first)
+    reduced([used])
+    used.exact.begin(PLACES)
+    for rank in (used, fresh):
+        rank.backward(second, UNITS[1:])
+    assert torch.equal(used.sums(), fresh.sums())
+    assert torch.equal(reduced([used]), reduced([fresh]))
+    used.exact.begin(PLACES)
+    assert not used.sums().any()
+
+
+def test_a_gradient_from_before_the_units_moved_is_refused() -> None:
+    """Its place in the arena may be another parameter's by now."""
+    rank, (gradient,) = Rank(1), samples(4, 1, 0)
+    rank.arena.hold(HeldPart(UNITS[:1], None, ((UNITS[0], 0),)))
+    with pytest.raises(RuntimeError, match="outside of a pass"):
+        rank.backward(gradient, UNITS[:1])
     rank.exact.begin(PLACES)
-    assert not rank.sums().any(), "a new pass begins at zero"
+    rank.backward(gradient, UNITS[:1])
+    assert rank.sums().numel() == sum(item.spec.numel for item in rank.model.unit_parameters(UNITS[0]))
 
 
 @settings(max_examples=20, deadline=None)
@@ -116,13 +152,13 @@ def test_a_fold_takes_the_gradients_out_of_the_arena() -> None:
 def test_each_use_of_a_weight_counts_by_itself_wherever_it_is_computed(seed: int, where: tuple[str, int]) -> None:
     """Both ends of tied embeddings on one rank, or on two."""
     (name, slot), unit = where, UNITS[1]
-    shape = arena().gradient_views()[unit][slot].shape
-    made = torch.Generator().manual_seed(seed)
-    uses = [torch.randn(shape, generator=made) for _ in range(2)]
     together, apart = [Rank(1)], [Rank(1), Rank(1)]
-    for number, use in enumerate(uses):
-        together[0].exact.contribute(unit, name, use)
-        apart[number].exact.contribute(unit, name, use)
+    item = together[0].model.unit_parameters(unit)[slot]
+    made = torch.Generator().manual_seed(seed)
+    uses = [torch.randn(item.parameter.shape, generator=made) for _ in range(2)]
+    for one, other in (together * 2, apart):
+        one.model.unit_parameters(unit)[slot].parameter.backward(uses[0])
+        other.exact.contribute(unit, name, uses[1])
     assert torch.equal(reduced(together), reduced(apart))
     assert torch.equal(together[0].arena.gradient_views()[unit][slot].bool(), (uses[0] + uses[1]).bool())
     others = [
@@ -164,12 +200,9 @@ class Agreed:
             self.passes.setdefault(fabric.rank, []).append(rank.exact.agreed(fabric.world))
             if self.passes[fabric.rank][-1]:
                 break
-        rank.exact.reduce(0, LENGTH, sum_over(fabric))
+        torch.distributed.all_reduce(rank.exact.sums(0, LENGTH), group=fabric.world)
+        rank.exact.total(0, LENGTH)
         self.results[fabric.rank] = float(rank.arena.gradients[7])
-
-
-def sum_over(fabric: ClusterFabric) -> Callable[[torch.Tensor], None]:
-    return lambda sums: torch.distributed.all_reduce(sums, group=fabric.world)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +222,26 @@ def test_a_contribution_that_is_not_finite_makes_all_gradients_nan_for_the_vote_
     agreed = Agreed(gradient)
     assert [agreed.passes[rank] for rank in range(4)] == [[True]] * 4
     assert len(agreed.results) == 4 and all(math.isnan(result) for result in agreed.results.values())
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the agreement", "after it"])
+def test_an_injected_fault_is_a_contribution_that_is_not_finite(before: bool) -> None:
+    """Its points lie on both sides of the agreement. After it, the rank's own blocks are enough for the vote."""
+    spoilt: dict[int, bool] = {}
+
+    def run(fabric: ClusterFabric) -> None:
+        rank = Rank(4)
+        rank.backward(samples(fabric.rank, 1, 0)[0])
+        if before and fabric.rank == 2:
+            rank.exact.spoil()
+        assert rank.exact.agreed(fabric.world)
+        if not before and fabric.rank == 2:
+            rank.exact.spoil()
+        rank.exact.total(0, LENGTH)
+        spoilt[fabric.rank] = bool(rank.arena.gradients.isnan().all())
+
+    on_each_rank(run)
+    assert spoilt == {rank: before or rank == 2 for rank in range(4)}
 
 
 @pytest.mark.parametrize("lost", [(), (2,), (0, 3)])
