@@ -15,7 +15,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
-from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, whole_microbatches
 from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.compute.piece_times import clock_of
 from megatron.elastic.engine.engine import Engine
@@ -41,6 +41,7 @@ from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.crews import crewed
+from megatron.elastic.plan.dataflow import microbatches
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace
 from megatron.elastic.plan.policies.registry import Choice, choice_of, policy_named
@@ -142,11 +143,12 @@ def assemble(
     links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     policy = policy_named(job.config.policy)
-    choose = job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches)
+    cut = per_token and not job.settings.whole_microbatches and not job.config.exact
+    choose = job.choose or choice_of(policy, split, cut)
     choose = crewed(choose)
     exact = None
     if job.config.exact:
-        exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
+        exact, choose = ExactGradients(arena, microbatches(job.launch_topology.grid)), whole_microbatches(choose)
         job.interface.separate_uses(exact.contribute)
     place, snapshot = _owners(job.config, hardware)
     pool = StatePool(rank, layouts, job.settings.hyper, snapshot, place or HOST)

@@ -1,8 +1,9 @@
-"""Sums of gradients in exact mode: the same bits for any distribution of samples over ranks, or one agreed refusal."""
+"""Sums of gradients in exact mode: the same bits for any distribution of micro-batches, or one agreed refusal."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.compute.buffers import Arena, HeldPart
-from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces, resolutions
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, resolutions, whole_microbatches
+from megatron.elastic.plan.dataflow import PlanError, microbatch_rows
+from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.planner import uniform_profile
-from megatron.elastic.plan.policies.registry import choice_of, policy_named
+from megatron.elastic.plan.policies.registry import choice_of, engine_policies, policy_named
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.state.layout import UnitLayout
 from tests.cluster.cluster import on_each_rank
@@ -36,15 +39,15 @@ for _start, _stop in arena().places():
     PADDING[_start:_stop] = False
 
 
-def samples(seed: int, count: int, spread: int) -> torch.Tensor:
-    """Gradients of ``count`` samples, of magnitudes from ``2^-spread`` to 1: ``[count, elements of the arena]``."""
+def gradients_of(seed: int, count: int, spread: int) -> torch.Tensor:
+    """Gradients ``[count, elements of the arena]`` of micro-batches, of magnitudes from ``2^-spread`` to 1."""
     made = torch.Generator().manual_seed(seed)
     magnitudes = 2.0 ** torch.randint(-spread, 1, (count, LENGTH), generator=made).float()
     return (torch.randn(count, LENGTH, generator=made) * magnitudes).masked_fill(PADDING, 0.0)
 
 
 class Rank:
-    """One rank's arena and sums, of a batch of ``count`` samples."""
+    """One rank's arena and sums, of a step of ``count`` micro-batches."""
 
     def __init__(self, count: int, places: int = PLACES) -> None:
         self.model = TinyModel(len(UNITS), UNITS)
@@ -53,7 +56,7 @@ class Rank:
         self.exact.begin(places)
 
     def backward(self, gradient: torch.Tensor, units: tuple[int, ...] = UNITS) -> None:
-        """Let autograd give each parameter of ``units`` its part of one sample's ``gradient`` (of the whole arena)."""
+        """Let autograd give each parameter of ``units`` its part of ``gradient`` (of the whole arena)."""
         for unit in units:
             for item in self.model.unit_parameters(unit):
                 start, stop = self.arena.place_of(unit, item.spec.name)
@@ -82,10 +85,10 @@ def reduced(ranks: list[Rank]) -> torch.Tensor:
 @given(
     st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 12), st.integers(1, 4), st.randoms(use_true_random=False)
 )
-def test_any_distribution_of_samples_over_ranks_gives_the_same_bits(
+def test_any_distribution_of_microbatches_over_ranks_gives_the_same_bits(
     seed: int, count: int, spread: int, size: int, random
 ) -> None:  # type: ignore[no-untyped-def]
-    gradients = samples(seed, count, spread)
+    gradients = gradients_of(seed, count, spread)
     alone = Rank(count)
     for gradient in gradients:
         alone.backward(gradient)
@@ -100,8 +103,8 @@ def test_any_distribution_of_samples_over_ranks_gives_the_same_bits(
 
 
 def test_a_gradient_is_added_when_autograd_has_it_and_stays_nowhere_else() -> None:
-    """A gradient that stayed with its parameter would be counted again with the next sample's."""
-    rank, (gradient,) = Rank(2), samples(1, 1, 0)
+    """A gradient that stayed with its parameter would be counted again with the next micro-batch's."""
+    rank, (gradient,) = Rank(2), gradients_of(1, 1, 0)
     rank.backward(gradient)
     once = rank.sums()
     assert once.any() and not rank.arena.gradients.any()
@@ -112,7 +115,7 @@ def test_a_gradient_is_added_when_autograd_has_it_and_stays_nowhere_else() -> No
 
 def test_a_weight_gradient_computed_outside_of_autograd_counts_as_autograds_own() -> None:
     """Zero-bubble schedules compute it after the input gradients, from a queue."""
-    whole, split, (gradient,) = Rank(1), Rank(1), samples(2, 1, 0)
+    whole, split, (gradient,) = Rank(1), Rank(1), gradients_of(2, 1, 0)
     whole.backward(gradient)
     split.backward(gradient, UNITS[:1])
     for item in split.model.unit_parameters(UNITS[1]):
@@ -123,7 +126,7 @@ def test_a_weight_gradient_computed_outside_of_autograd_counts_as_autograds_own(
 
 def test_a_pass_has_nothing_of_the_pass_before() -> None:
     """Sums are not zeroed: a first contribution replaces what is there, and places without one are cleared."""
-    first, second = samples(3, 2, 4)
+    first, second = gradients_of(3, 2, 4)
     used, fresh = Rank(1), Rank(1)
     used.backward(first)
     reduced([used])
@@ -138,7 +141,7 @@ def test_a_pass_has_nothing_of_the_pass_before() -> None:
 
 def test_a_gradient_from_before_the_units_moved_is_refused() -> None:
     """Its place in the arena may be another parameter's by now."""
-    rank, (gradient,) = Rank(1), samples(4, 1, 0)
+    rank, (gradient,) = Rank(1), gradients_of(4, 1, 0)
     rank.arena.hold(HeldPart(UNITS[:1], None, ((UNITS[0], 0),)))
     with pytest.raises(RuntimeError, match="outside of a pass"):
         rank.backward(gradient, UNITS[:1])
@@ -172,7 +175,7 @@ def test_each_use_of_a_weight_counts_by_itself_wherever_it_is_computed(seed: int
 def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(seed: int, exponent: int) -> None:
     scale = 2.0**exponent
     plain, scaled = Rank(3), Rank(3, resolutions(scale)[0])
-    for gradient in samples(seed, 3, 4):
+    for gradient in gradients_of(seed, 3, 4):
         plain.backward(gradient)
         scaled.backward(gradient * scale)
     assert torch.equal(reduced([plain]) * scale, reduced([scaled]))
@@ -231,7 +234,7 @@ def test_an_injected_fault_is_a_contribution_that_is_not_finite(before: bool) ->
 
     def run(fabric: ClusterFabric) -> None:
         rank = Rank(4)
-        rank.backward(samples(fabric.rank, 1, 0)[0])
+        rank.backward(gradients_of(fabric.rank, 1, 0)[0])
         if before and fabric.rank == 2:
             rank.exact.spoil()
         assert rank.exact.agreed(fabric.world)
@@ -244,11 +247,53 @@ def test_an_injected_fault_is_a_contribution_that_is_not_finite(before: bool) ->
     assert spoilt == {rank: before or rank == 2 for rank in range(4)}
 
 
-@pytest.mark.parametrize("lost", [(), (2,), (0, 3)])
-def test_every_piece_of_a_plan_is_one_sample(lost: tuple[int, ...]) -> None:
+EVERY = [name for name in engine_policies() if policy_named(name).keeps_batch]
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "zero-bubble"])
+@settings(max_examples=15, deadline=None)
+@given(
+    lost=st.sets(st.integers(0, 7), max_size=5),
+    speeds=st.lists(st.integers(300_000, 1_500_000), min_size=8, max_size=8),
+)
+def test_every_piece_of_a_plan_is_one_whole_microbatch(
+    policy: str, split: bool, lost: set[int], speeds: list[int]
+) -> None:
+    """Whatever cells are lost, and however slow the others are."""
+    launched = regular_topology(4, 2, 4, micro_batch_size=3, waves=2)
+    cells = tuple(replace(cell, speed_ppm=speeds[cell.id]) for cell in launched.cells)
+    topology = without_cells(replace(launched, cells=cells), lost)
+    try:
+        plan = whole_microbatches(choice_of(policy_named(policy), split))(topology, uniform_profile(4))
+    except PlanError as error:
+        assert "--elastic-exact" not in str(error)  # a stage has no cell left
+        return
+    rows = {piece.rows for piece in plan.pieces}
+    assert rows == {microbatch_rows(plan.grid, number) for number in range(8)}
+
+
+def test_microbatches_have_the_same_rows_for_every_data_parallel_size() -> None:
+    """So runs of different layouts add up the same contributions."""
+    plans = [
+        whole_microbatches(choice_of(policy_named("elaswave")))(
+            regular_topology(replicas, stages, 4, micro_batch_size=3, waves=8 // replicas), uniform_profile(4)
+        )
+        for replicas, stages in ((1, 1), (2, 2), (4, 1), (2, 4))
+    ]
+    assert {len(plan.cells) for plan in plans} == {1, 4, 8}
+    assert len({frozenset(piece.rows for piece in plan.pieces) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 1), (2, 3, 4, 5)), ((0, 1, 2, 3), (4, 5))], ids=["cut", "mixed"])
+def test_a_plan_that_cuts_or_mixes_microbatches_is_refused(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    topology = regular_topology(1, 1, 4, micro_batch_size=3, waves=2)
     choice = choice_of(policy_named("elaswave"))
-    topology = without_cells(regular_topology(2, 2, 4, micro_batch_size=3, waves=2), lost)
-    plan = one_sample_pieces(choice)(topology, uniform_profile(4))
-    assert any(len(piece.rows) > 1 for piece in choice(topology, uniform_profile(4)).pieces)
-    assert {len(piece.rows) for piece in plan.pieces} == {1}
-    assert {row for piece in plan.pieces for row in piece.rows} == set(range(topology.grid.global_batch_size))
+
+    def other(topology: Topology, profile: Profile) -> Plan:
+        plan = choice(topology, profile)
+        pieces = tuple(replace(piece, rows=rows) for piece, rows in zip(plan.pieces, (first, second), strict=True))
+        return replace(plan, pieces=pieces)
+
+    with pytest.raises(PlanError, match="adds up whole micro-batches"):
+        whole_microbatches(other)(topology, uniform_profile(4))

@@ -1,10 +1,12 @@
-"""Gradients whose sum has the same bits for any distribution of the samples over ranks (docs/design.md §8).
+"""Gradients whose sum has the same bits for any distribution of the micro-batches over ranks (docs/design.md §8).
 
-Activations and input gradients of a sample do not depend on the rank or on the other
-samples of the piece; sums over samples do. In exact mode a piece is therefore one sample. Its
-parameter gradients are rounded once to 64-bit fixed point. Everything after that is
-integer addition: over the samples of a rank, over the ranks of a cell, over the cells of
-a unit group. Only the total is converted to fp32 again, by the ranks that receive it.
+The activations and gradients of one micro-batch do not depend on the rank that computes it:
+it makes the same calls on tensors of the same shapes. Sums over micro-batches depend on their
+order. In exact mode a piece is therefore a whole micro-batch of the launch's grid, whose rows
+are the same for every data-parallel size. Its parameter gradients are rounded once to 64-bit
+fixed point. Everything after that is integer addition: over the micro-batches of a rank, over
+the ranks of a cell, over the cells of a unit group. Only the total is converted to fp32 again,
+by the ranks that receive it.
 
 A gradient is converted and added when autograd has it (:meth:`Arena.hand_over`): it is then
 still in the processor's caches, and no fp32 sum is written and read again. The first
@@ -22,18 +24,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron.elastic import _state
 from megatron.elastic.engine.compute.buffers import Arena, UnitSlice
-from megatron.elastic.plan.model import Grid, Plan, Profile, Topology
+from megatron.elastic.plan.dataflow import PlanError, microbatch_rows
+from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.policies.registry import Choice
 from megatron.elastic.state.layout import UnitShard
 
-__all__ = ["ExactGradients", "OutOfRange", "one_sample_pieces", "resolutions"]
+__all__ = ["ExactGradients", "OutOfRange", "resolutions", "whole_microbatches"]
 
 _FINEST = 36
 """Binary places of the first attempt, before the loss scale; 2^-36 is fp32's own step at 2^-13."""
@@ -54,28 +56,32 @@ def resolutions(loss_scale: float) -> list[int]:
     return [finest - _COARSER * attempt for attempt in range(_ATTEMPTS)]
 
 
-def one_sample_pieces(choice: Choice) -> Choice:
-    """Return ``choice`` on a grid of single samples."""
+def whole_microbatches(choice: Choice) -> Choice:
+    """Return ``choice``, which raises ``PlanError`` where a plan cuts or mixes micro-batches."""
 
     def choose(topology: Topology, profile: Profile) -> Plan:
-        grid = topology.grid
-        single = Grid(grid.global_batch_size, 1, grid.data_parallel_size)
-        return choice(replace(topology, grid=single), profile)
+        plan = choice(topology, profile)
+        for piece in plan.pieces:
+            if piece.rows != microbatch_rows(plan.grid, plan.grid.nominal_microbatch(piece.rows[0])):
+                raise PlanError(f"--elastic-exact adds up whole micro-batches; a piece has rows {list(piece.rows)}")
+        return plan
 
     return choose
 
 
 class ExactGradients:
-    """The sums of one rank, one int64 an element of the arena. ``uses``: most uses of one weight in the model.
+    """The sums of one rank, one int64 an element of the arena.
+
+    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model.
 
     From now on the arena hands its gradients over to it. Sums are kept and added on the host, also where the arena is
     on a device.
     """
 
-    def __init__(self, arena: Arena, samples: int, uses: int = 2) -> None:
+    def __init__(self, arena: Arena, microbatches: int, uses: int = 2) -> None:
         self._arena = arena
-        # Sums of `samples · uses` contributions must stay below 2^62.
-        self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(samples * uses)))
+        # Sums of `microbatches · uses` contributions must stay below 2^62.
+        self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
         self._sums = torch.zeros(0, dtype=torch.int64)
         self._laid_out: Mapping[UnitShard, UnitSlice] | None = None
         self._unset: dict[int, int] = {}
