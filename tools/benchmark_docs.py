@@ -144,6 +144,13 @@ SECTIONS = (
         tables.consistency,
     ),
     Section(
+        "exact",
+        "What does exact mode cost?",
+        "A step with `--elastic-exact` beside one of the default mode, pair by pair. `quickstart` is the quick start's "
+        "model and layout, PP 2 × DP 4; the others run at PP 2 × DP 2.",
+        tables.exact,
+    ),
+    Section(
         "dropout",
         "How fast is the dropout that does not depend on the rank?",
         "`kept mask` is a backward that reads a byte mask kept from the forward.",
