@@ -139,6 +139,14 @@ def test_a_pass_has_nothing_of_the_pass_before() -> None:
     assert not used.sums().any()
 
 
+def test_a_gradient_of_another_size_than_its_parameter_is_refused() -> None:
+    """It would be added to the sums of the parameters behind it."""
+    rank = Rank(1)
+    for size in (1, LENGTH):
+        with pytest.raises(ValueError, match=f"{size} gradients for elements"):
+            rank.exact.contribute(UNITS[0], "weight", torch.ones(size))
+
+
 def test_a_gradient_from_before_the_units_moved_is_refused() -> None:
     """Its place in the arena may be another parameter's by now."""
     rank, (gradient,) = Rank(1), gradients_of(4, 1, 0)

@@ -84,8 +84,10 @@ class ExactGradients:
         self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
         self._sums = torch.zeros(0, dtype=torch.int64)
         self._laid_out: Mapping[UnitShard, UnitSlice] | None = None
-        self._unset: dict[int, int] = {}
-        """Places (start → stop) without a contribution in this pass: their sums are still those of another pass."""
+        self._stops: dict[int, int] = {}
+        """Start → stop of the places of parameters."""
+        self._unset: set[int] = set()
+        """Starts of places without a contribution in this pass: their sums are still those of another pass."""
         self._scale = 1.0
         self._flags = 0
         self._finite = True
@@ -101,18 +103,22 @@ class ExactGradients:
         if self._laid_out is not self._arena.slices:  # padding, which no contribution sets, must be zero
             self._laid_out = self._arena.slices
             self._sums = torch.zeros(self._arena.gradients.shape, dtype=torch.int64)
-        self._unset = dict(self._arena.places())
+            self._stops = dict(self._arena.places())
+        self._unset = set(self._stops)
         self._scale, self._flags, self._finite = math.ldexp(1.0, places), 0, True
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
         """Add a contribution to the place of a parameter that begins at ``start``; ``gradient`` is left as it is.
 
-        Raises ``RuntimeError`` if the arena was laid out anew since the pass began.
+        Raises ``RuntimeError`` if the arena was laid out anew since the pass began, ``ValueError`` for another size.
         """
         if self._laid_out is not self._arena.slices:
             raise RuntimeError("a gradient was computed outside of a pass")
         values = gradient.detach().to("cpu", torch.float32).contiguous()
-        first = self._unset.pop(start, None) is not None
+        if start + values.numel() != self._stops[start]:
+            raise ValueError(f"{values.numel()} gradients for elements [{start}, {self._stops[start]}) of the arena")
+        first = start in self._unset
+        self._unset.discard(start)
         target = self._sums.data_ptr() + start * self._sums.itemsize
         self._flags |= _state.fold(values.data_ptr(), target, values.numel(), self._scale, self._limit, first)
 
@@ -146,8 +152,8 @@ class ExactGradients:
 
     def _end(self) -> None:
         """Set the sums of parameters without a contribution in this pass to zero."""
-        for start, stop in self._unset.items():
-            self._sums[start:stop].zero_()
+        for start in self._unset:
+            self._sums[start : self._stops[start]].zero_()
         self._unset.clear()
 
     def withhold(self, start: int, stop: int) -> None:
