@@ -150,6 +150,14 @@ SECTIONS = (
         tables.consistency,
     ),
     Section(
+        "exact",
+        "What does exact mode cost?",
+        "A step with `--elastic-exact` beside one of the default mode, pair by pair. `quickstart` is the quick start's "
+        "model and layout, PP 2 × DP 4; the others run at PP 2 × DP 2. A ratio below 1 is noise: other processes took "
+        "time from some of the runs. Processor time is less affected.",
+        tables.exact,
+    ),
+    Section(
         "dropout",
         "How fast is the dropout that does not depend on the rank?",
         "`kept mask` is a backward that reads a byte mask kept from the forward.",

@@ -66,6 +66,7 @@ STANDARD = {
     "step_time_tensor": Benchmark("step_time", ("--tensor", "2")),
     "checkpoint": Benchmark("checkpoint"),
     "consistency": Benchmark("consistency"),
+    "exact": Benchmark("exact", ("--hidden", "128,256")),
     "planner": Benchmark("planner"),
     "simulator_real": Benchmark("simulator_real"),
     "simulator_error": Benchmark("simulator_error", ("--unit-ms", "60")),
