@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     ),
     "jitter, four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE, "--moe-input-jitter-eps", "0.1")),
     "jitter, cut sequence": (4, 2, 1, ("--sequence-parallel", "--moe-input-jitter-eps", "0.1")),
-    "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
+    "exact": (4, 1, 2, ("--elastic-exact",)),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
 LIMITS = {"exact": 0.0, "four share, zero bubble, bf16": 1e-4}
