@@ -42,9 +42,9 @@ def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -
     home, part = divmod(crew.ranks.index(rank), parts)
     groups = {"ep_group": GroupStandIn(home, len(crew.ranks) // parts), "tp_group": GroupStandIn(part, parts)}
     for layer in _layers(module):
-        for part in layer.experts.modules():
-            for name in groups.keys() & vars(part).keys():
-                setattr(part, name, groups[name])
+        for inner in layer.experts.modules():
+            for name in groups.keys() & vars(inner).keys():
+                setattr(inner, name, groups[name])
 
 
 def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
