@@ -30,6 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
@@ -50,6 +51,8 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
         raise ValueError("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
     if args.spec is not None:
         return import_module(args.spec)
+    if getattr(config, "heterogeneous_block_specs", False):
+        return get_gpt_heterogeneous_layer_spec(config, transformer_engine, vp_stage=vp_stage)
     if args.num_experts:
         return get_gpt_decoder_block_spec(
             config, transformer_engine, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage

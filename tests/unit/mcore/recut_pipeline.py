@@ -26,6 +26,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -37,7 +38,7 @@ from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.mcore.model.dropout import key_dropout
 from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
-from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn, as_stage
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import UnitLayout
 
@@ -47,6 +48,17 @@ NOMINAL = (0, 3, UNITS)
 STAGES = len(NOMINAL) - 1
 INTERLEAVED = (0, 2, 3, 4, UNITS)
 """Megatron's cut with two model chunks a stage: they take turns."""
+SHAPES = json.dumps(
+    {
+        "block_configs": [
+            {"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 64}},
+            {"attention": {"num_query_groups": None, "no_op": True}, "mlp": {"ffn_hidden_size": 96}},
+            {"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": None, "no_op": True}},
+            {"attention": {"num_query_groups": None, "replace_with_linear": True}, "mlp": {"ffn_hidden_size": 128}},
+        ]
+    }
+)
+"""Layers with other sizes, without attention, without an MLP, and with a linear layer instead of attention."""
 CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
 """The cuts that the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
 
@@ -62,6 +74,7 @@ class Case:
     recompute: bool = False
     bf16: bool = False
     interleaved: bool = False
+    shapes: bool = False
 
     @property
     def launch(self) -> list[tuple[int, int, int]]:
@@ -76,6 +89,8 @@ CASES = (
     Case("bf16", bf16=True),
     Case("interleaved", interleaved=True),
     Case("interleaved, untied, recomputed, bf16", tied=False, recompute=True, bf16=True, interleaved=True),
+    Case("layers of four shapes", shapes=True),
+    Case("layers of four shapes, interleaved, recomputed", recompute=True, interleaved=True, shapes=True),
     Case("tp2", tensor_parallel=2),
     Case("tp2, sequence parallel, untied", tensor_parallel=2, sequence_parallel=True, tied=False),
 )
@@ -85,7 +100,8 @@ def config_of(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     recompute = "full" if case.recompute else None
     chunks = {"virtual_pipeline_model_parallel_size": len(case.launch) // STAGES} if case.interleaved else {}
-    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks)
+    shapes = {"heterogeneous_layers_config_encoded_json": SHAPES} if case.shapes else {}
+    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks, **shapes)
 
 
 def port_of(case: Case, stage: int) -> GptInterface:
@@ -95,9 +111,14 @@ def port_of(case: Case, stage: int) -> GptInterface:
     groups.pp = GroupStandIn(stage, STAGES)
     chunks = []
     for number, (first, end, _) in enumerate(case.launch[stage::STAGES]):
+        chunk = number if case.interleaved else None
+        spec: Any = get_gpt_layer_local_spec()
+        if case.shapes:
+            with as_stage(stage, STAGES, config.virtual_pipeline_model_parallel_size):
+                spec = get_gpt_heterogeneous_layer_spec(config, vp_stage=chunk, pp_rank=stage)
         model: Any = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            spec,
             VOCABULARY,
             LENGTH,
             pre_process=first == 0,
@@ -105,7 +126,7 @@ def port_of(case: Case, stage: int) -> GptInterface:
             position_embedding_type="learned_absolute",
             share_embeddings_and_output_weights=case.tied,
             pg_collection=groups,
-            vp_stage=number if case.interleaved else None,
+            vp_stage=chunk,
         )
         key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
         for parameter in model.parameters():
@@ -117,6 +138,7 @@ def port_of(case: Case, stage: int) -> GptInterface:
         micro_batch_size=SAMPLES,
         pipeline_model_parallel_size=STAGES,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        transformer_impl="local",
     )
     return GptInterface(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 

@@ -18,6 +18,8 @@ NAMES = (
     "tp2, sequence parallel, untied",
     "interleaved",
     "interleaved, untied, recomputed, bf16",
+    "layers of four shapes",
+    "layers of four shapes, interleaved, recomputed",
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, Intervals, SampleDropout, Section, Site, Split
@@ -97,8 +98,9 @@ def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
 
 def _key_layer(layer: Any, slices: Slices) -> list[str]:
     unit, sequence, positions = int(layer.layer_number), slices.sequence, slices.positions
-    layer.self_attn_bda = BiasDropoutAdd(unit, Site.ATTENTION_OUTPUT, sequence, intervals=positions)
-    layer.mlp_bda = BiasDropoutAdd(unit, Site.MLP_OUTPUT, sequence, intervals=positions)
+    for name, site in (("self_attn_bda", Site.ATTENTION_OUTPUT), ("mlp_bda", Site.MLP_OUTPUT)):
+        if not isinstance(getattr(layer, name), IdentityFuncOp):  # else the layer has no such part
+            setattr(layer, name, BiasDropoutAdd(unit, site, sequence, intervals=positions))
     router = getattr(layer.mlp, "router", None)
     if router is not None and layer.config.moe_input_jitter_eps is not None:
         device = torch.device(torch.cuda.current_device())

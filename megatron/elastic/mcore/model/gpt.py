@@ -35,7 +35,7 @@ from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
 from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
-from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
@@ -304,7 +304,9 @@ class GptInterface:
         uneven = self._place is not None and not self._place.even
         vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
-        routed = 0 < unit < last and routed_layers(self._config)[unit - 1]
+        layer = 0 < unit < last
+        routed = layer and routed_layers(self._config)[unit - 1]
+        config = sized_as_layer(config, unit) if layer else config
         length, part = self._args.seq_length, self._launch_part
         own = length if part is None else part.longest
         return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)

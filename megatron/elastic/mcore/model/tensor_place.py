@@ -26,6 +26,7 @@ from megatron.elastic.engine.compute.dropout import Section, Split
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.dropout import Slices
 from megatron.elastic.mcore.model.expert_homes import deal_experts
+from megatron.elastic.mcore.model.layer_specs import of_many_shapes
 from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
@@ -37,6 +38,8 @@ def only_even(config: Any) -> str:
     """Return why a model with this configuration cannot be cut unevenly; empty if it can."""
     if config.num_moe_experts or getattr(config, "multi_latent_attention", False):
         return "experts and latent attention have no uneven tensor-parallel cut"
+    if of_many_shapes(config):
+        return "layers of different shapes have no uneven tensor-parallel cut"
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         return "this cross entropy needs equal parts of the vocabulary: --cross-entropy-fusion-impl native"
     return ""

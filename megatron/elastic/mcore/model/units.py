@@ -38,7 +38,7 @@ from megatron.core.utils import get_pg_rank
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
 from megatron.elastic.mcore.model.ghost import GhostLayer
-from megatron.elastic.mcore.model.layer_specs import LayerSpecs
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
@@ -331,7 +331,7 @@ class Anatomy:
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self._layer_specs.of_unit(unit),
-            config=_without_callbacks(site.layers),
+            config=config_of_layer(_without_references(site.layers), unit),
             layer_number=unit - offset,
             pg_collection=site.building,
             vp_stage=decoder.vp_stage,
@@ -404,13 +404,14 @@ class _Site:
         )
 
 
-def _without_callbacks(config: Any) -> Any:
-    """Return a copy of a configuration without the functions that Megatron's loop puts there for its schedules.
+def _without_references(config: Any) -> Any:
+    """Return a copy of a configuration without what Megatron's loop puts there for its schedules.
 
-    Modules of experts copy their configuration, and these functions refer to the whole engine.
+    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
+    functions and timers refer to the whole engine.
     """
     mine = copy.copy(config)
-    for name in _CALLBACKS:
+    for name in _REFERENCES:
         setattr(mine, name, None)
     return mine
 
@@ -426,7 +427,10 @@ def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
     return loss
 
 
-_CALLBACKS = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+_REFERENCES = (
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
+    "timers",
+)
 _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
