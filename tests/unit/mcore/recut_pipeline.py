@@ -25,7 +25,7 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt_config
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -75,6 +75,8 @@ class Case:
     bf16: bool = False
     interleaved: bool = False
     shapes: bool = False
+    further: int = 0
+    """Further tokens that are predicted."""
 
     @property
     def launch(self) -> list[tuple[int, int, int]]:
@@ -91,6 +93,8 @@ CASES = (
     Case("interleaved, untied, recomputed, bf16", tied=False, recompute=True, bf16=True, interleaved=True),
     Case("layers of four shapes", shapes=True),
     Case("layers of four shapes, interleaved, recomputed", recompute=True, interleaved=True, shapes=True),
+    Case("two further tokens", tied=False, further=2),
+    Case("a further token, interleaved, bf16", tied=False, bf16=True, interleaved=True, further=1),
     Case("tp2", tensor_parallel=2),
     Case("tp2, sequence parallel, untied", tensor_parallel=2, sequence_parallel=True, tied=False),
 )
@@ -100,8 +104,32 @@ def config_of(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     recompute = "full" if case.recompute else None
     chunks = {"virtual_pipeline_model_parallel_size": len(case.launch) // STAGES} if case.interleaved else {}
-    shapes = {"heterogeneous_layers_config_encoded_json": SHAPES} if case.shapes else {}
-    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks, **shapes)
+    more: dict[str, Any] = {"heterogeneous_layers_config_encoded_json": SHAPES} if case.shapes else {}
+    more |= {"mtp_num_layers": case.further} if case.further else {}
+    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks, **more)
+
+
+def model_of(
+    case: Case, config: TransformerConfig, units: tuple[int, int], stage: int, chunk: int | None, groups: Any
+) -> Any:
+    """The chunk of a stage that Megatron builds with ``units`` [first, end)."""
+    spec: Any = get_gpt_layer_local_spec()
+    if case.shapes:
+        spec = get_gpt_heterogeneous_layer_spec(config, vp_stage=chunk, pp_rank=stage)
+    last = get_gpt_mtp_block_spec(config, spec, False, vp_stage=chunk, pp_rank=stage) if case.further else None
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        LENGTH,
+        pre_process=units[0] == 0,
+        post_process=units[1] == UNITS,
+        position_embedding_type="rope" if case.further else "learned_absolute",
+        share_embeddings_and_output_weights=case.tied,
+        mtp_block_spec=last,
+        pg_collection=groups,
+        vp_stage=chunk,
+    )
 
 
 def port_of(case: Case, stage: int) -> GptInterface:
@@ -112,22 +140,8 @@ def port_of(case: Case, stage: int) -> GptInterface:
     chunks = []
     for number, (first, end, _) in enumerate(case.launch[stage::STAGES]):
         chunk = number if case.interleaved else None
-        spec: Any = get_gpt_layer_local_spec()
-        if case.shapes:
-            with as_stage(stage, STAGES, config.virtual_pipeline_model_parallel_size):
-                spec = get_gpt_heterogeneous_layer_spec(config, vp_stage=chunk, pp_rank=stage)
-        model: Any = GPTModel(
-            config,
-            spec,
-            VOCABULARY,
-            LENGTH,
-            pre_process=first == 0,
-            post_process=end == UNITS,
-            position_embedding_type="learned_absolute",
-            share_embeddings_and_output_weights=case.tied,
-            pg_collection=groups,
-            vp_stage=chunk,
-        )
+        with as_stage(stage, STAGES, config.virtual_pipeline_model_parallel_size):
+            model = model_of(case, config, (first, end), stage, chunk, groups)
         key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

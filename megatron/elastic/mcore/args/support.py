@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
-from megatron.elastic.mcore.args import flag_table, substitutions
+from megatron.elastic.mcore.args import combinations, flag_table, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
@@ -108,7 +108,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("experts from a dense checkpoint", ("--moe-use-upcycling",), _any("moe_use_upcycling"), "works", "refused",
             "convert the checkpoint first, without --elastic"),
     Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
-            "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
+            "works", "works", "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
             "works", "works", "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
@@ -217,6 +217,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _policy_faults(args, config)
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
+        if getattr(args, "mtp_num_layers", None):
+            yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)

@@ -37,6 +37,7 @@ from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
 from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
@@ -314,10 +315,12 @@ class GptInterface:
     def used_ppm(self, spec: ParamSpec) -> int:
         """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.
 
-        Those of a rank that shares experts receive positions of its whole crew.
+        Those of a rank that shares experts receive positions of its whole crew. The output layer is used for each
+        token that is predicted.
         """
         if not is_expert(spec.name):
-            return PPM
+            outputs = _TIED_NAME if self._anatomy.output_tied else "output_layer.weight"
+            return PPM * (1 + predicts(self._config)) if spec.name == outputs else PPM
         config, sizes = self._config, self._sizes
         whole_on = sizes.tensor // sizes.expert_parts if sizes.experts else 1
         return int(PPM * config.moe_router_topk * sizes.crew // (config.num_moe_experts * whole_on))
@@ -347,16 +350,18 @@ class GptInterface:
             return found if part is None else of_the_cell(part, found)
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
-        """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and output exchange nothing."""
         if self._told is not None:
             for unit in range(piece.first, piece.end):
                 self._told(unit)
         with self._running(piece, place):
             shape, dtype = self.boundary(0)
             source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-            decoder = self._anatomy.ghost(piece.first, piece.end)
+            decoder, *further = self._anatomy.ghost(piece.first, piece.end)
             decoder.set_input_tensor(source.requires_grad_(torch.is_grad_enabled()))
             output: torch.Tensor = decoder(hidden_states=None, attention_mask=None)
+            for layers in further:
+                output = layers(output)
             return output
 
     def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
@@ -397,13 +402,13 @@ class GptInterface:
             self._told = None
 
     def weigh_layer_losses(self, weight: float) -> None:
-        """Weigh the losses that balance experts, and forget values and counts (:class:`ModelInterface`)."""
-        if self._config.num_moe_experts:
+        """Weigh the losses that layers add, and forget values and counts (:class:`ModelInterface`)."""
+        if self._config.num_moe_experts or predicts(self._config):
             self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
             forget_tokens(self._anatomy.modules())
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
-        """Return the losses that balance experts (:class:`ModelInterface`)."""
+        """Return the losses that layers add (:class:`ModelInterface`)."""
         return self._layer_losses.take(self._cell_group(), self._anatomy.config.tensor_model_parallel_size)
 
     def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:

@@ -1,10 +1,10 @@
-"""Losses that transformer layers add to the model's own: those that balance experts, and the router's z-loss.
+"""Losses that layers add to the model's own: those that balance experts, the router's z-loss, those of further tokens.
 
 Such a loss is a function of a micro-batch at one layer, whatever stage that layer is in. Megatron attaches its gradient
-to the layer's activations, times one weight for the process (``MoEAuxLossAutoScaler``), and sums its value in a global
-table, which collectives add up before a log line. Here the weight is that of the step's loss (docs/design.md §7.2), and
-the values go through the vote, as the model's loss does. So they are those of the committed step, and no collective
-outside the step needs every rank.
+to the layer's activations, times one weight for the process (``MoEAuxLossAutoScaler``, ``MTPLossAutoScaler``), and
+sums its value in a global table, which collectives add up before a log line. Here the weight is that of the step's
+loss (docs/design.md §7.2), and the values go through the vote, as the model's loss does. So they are those of the
+committed step, and no collective outside the step needs every rank.
 
 Invariant: values are counted once. Megatron passes them in forwards that record gradients, so a layer that is
 recomputed counts when it is computed again.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron.elastic.mcore.patching.patches import Patch, bound
 
@@ -44,17 +45,22 @@ class LayerLosses:
         """Return the rows of the patch table. Megatron 0.18 has a class for the table of values."""
         moe, why = "megatron.core.transformer.moe.", "losses of layers are added up in the vote, with that of the model"
         tracker = moe + "moe_logging.MoEMetricsTracker."
+        further = "megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper."
         return (
             Patch(moe + "moe_utils.save_to_aux_losses_tracker", why, self._save, versions="<0.18"),
             Patch(moe + "moe_utils.track_moe_metrics", why, _reporting, versions="<0.18"),
             Patch(tracker + "record", why, self._record, versions=">=0.18"),
             Patch(tracker + "report", why, _reporting, versions=">=0.18"),
+            Patch(further + "save_loss_to_tracker", why, self._save_further, versions="<0.19"),
+            Patch(further + "save_metrics_to_tracker", why, self._save_further, versions=">=0.19"),
+            Patch(further + "track_mtp_metrics", why, _reporting),
         )
 
     def weigh(self, weight: float, device: torch.device) -> None:
         """Multiply gradients of these losses by ``weight`` from now on, and forget the values."""
         self._sums.clear()
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=device))
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+            scaler.set_loss_scale(torch.tensor([weight], device=device))
 
     def take(self, group: dist.ProcessGroup | None, ranks: int) -> Mapping[str, tuple[float, float]]:
         """Return name → (sum, number of values) over ``ranks`` ranks of a cell; collective in its ``group``."""
@@ -82,6 +88,13 @@ class LayerLosses:
             self._add(call["name"], call["value"], call["reduce_group"])
 
         return record
+
+    def _save_further(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(*args: Any, **kwargs: Any) -> None:
+            call = bound(original, args, kwargs)
+            self._add(f"mtp_{call['layer_number'] + 1} loss", call["loss"], None)
+
+        return save
 
     def _add(self, name: str, loss: torch.Tensor, summed_over: dist.ProcessGroup | None) -> None:
         value = loss.detach().double().reshape(())

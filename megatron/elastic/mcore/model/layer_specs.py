@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.elastic.config import ConfigError
+from megatron.elastic.mcore.model.prediction import prediction_spec, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 
 __all__ = ["LayerSpecs", "config_of_layer", "of_many_shapes", "routed_layers", "sized_as_layer"]
@@ -65,6 +66,8 @@ class LayerSpecs:
     """Specifications by layer of the whole model, counted from 0."""
 
     specs: tuple[Any, ...]
+    prediction: Any = None
+    """Specification of the layers that predict further tokens; None: the model has none."""
 
     @classmethod
     def of(cls, chunks: Sequence[Any], args: Any) -> LayerSpecs:
@@ -72,6 +75,19 @@ class LayerSpecs:
 
         Raises :class:`ConfigError` if the layers differ and those of this rank are not Megatron's own.
         """
+        found, config = cls._of_layers(chunks, args), chunks[0].config
+        if not predicts(config):
+            return found
+        prediction = prediction_spec(config, found.specs[-1], args.transformer_impl == "transformer_engine")
+        mine = [chunk.mtp_block_spec for chunk in chunks if chunk.mtp_process]
+        if not all(_alike(prediction, spec) for spec in mine):
+            raise ConfigError(
+                "--mtp-num-layers with --elastic needs layers of Megatron's own specification: leave out --spec"
+            )
+        return replace(found, prediction=prediction)
+
+    @classmethod
+    def _of_layers(cls, chunks: Sequence[Any], args: Any) -> LayerSpecs:
         config, known = chunks[0].config, _own(chunks)
         if of_many_shapes(config):
             _refuse_linear(config)

@@ -27,6 +27,7 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.dropout import Slices
 from megatron.elastic.mcore.model.expert_homes import deal_experts
 from megatron.elastic.mcore.model.layer_specs import of_many_shapes
+from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
@@ -40,6 +41,8 @@ def only_even(config: Any) -> str:
         return "experts and latent attention have no uneven tensor-parallel cut"
     if of_many_shapes(config):
         return "layers of different shapes have no uneven tensor-parallel cut"
+    if predicts(config):
+        return "layers that predict further tokens have no uneven tensor-parallel cut"
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         return "this cross entropy needs equal parts of the vocabulary: --cross-entropy-fusion-impl native"
     return ""

@@ -1,0 +1,118 @@
+"""Multi-token prediction trains as under plain Megatron, and loses ranks and nothing else.
+
+Both ends of the model look tokens up, so a rank that takes over an end needs the weight of the embedding. The losses of
+further tokens are those of the undisturbed job too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import deviation_without_loss, elastic_job, largest_deviation
+from tests.integration.kill_walk import DROPOUT, ROUNDING, TWO
+from tests.integration.test_cpu_layouts import logs, losses
+from tests.integration.test_engine_parity import EXPERTS, NO_DROPOUT, RECOMPUTE, SHARED, UNTIED, Case, run_plain
+from tests.integration.test_rank_orders import BACK
+
+FURTHER = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3", "--position-embedding-type", "rope")
+FAULTS = f"kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote;{BACK}"
+PLAIN_ROUNDING = 2e-6
+
+
+def further_losses(text: str) -> dict[int, list[float]]:
+    """Iteration → losses of the second and the third token, as printed."""
+    found = re.findall(r"iteration\s+(\d+)/.*?mtp_1 loss: (\S+).*?mtp_2 loss: (\S+)", text)
+    return {int(step): [float(loss) for loss in both] for step, *both in found}
+
+
+def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path) -> None:
+    flags = (*FURTHER, *UNTIED)
+    run_plain(tmp_path, [Case("pp2dp2", (1, 2, 2), flags)])
+    injected = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 5, *flags, *NO_DROPOUT, *injected)
+    assert killed.code == 0, killed.output[-6000:]
+    plain = logs(tmp_path, "pp2dp2")
+    assert largest_deviation(losses(plain), killed.losses) < PLAIN_ROUNDING
+    expected, found = further_losses(plain), further_losses(killed.output)
+    assert sorted(expected) == [1, 2, 3, 4, 5]
+    for step, both in expected.items():
+        assert found[step] == pytest.approx(both, rel=PLAIN_ROUNDING)
+    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 2}
+    assert set(re.findall(r"joined by (\d+)", killed.output)) == {"1", "2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "stages", "more"),
+    [
+        (4, 1, 4, (*UNTIED, "--no-elastic-respawn")),
+        (4, 2, 1, ("--sequence-parallel",)),
+        (4, 1, 1, ("--calculate-per-token-loss",)),
+        (8, 2, 2, (*UNTIED, "--sequence-parallel")),
+        (4, 1, 2, (*UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--bf16")),
+        (4, 1, 2, (*UNTIED, "--elastic-schedule", "zero-bubble", "--calculate-per-token-loss", "--eod-mask-loss")),
+        (
+            4,
+            1,
+            2,
+            (
+                *UNTIED,
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "uniform",
+                "--recompute-num-layers",
+                "1",
+            ),
+        ),
+        (4, 1, 2, (*UNTIED, "--mtp-use-repeated-layer")),
+        (4, 1, 2, (*UNTIED, *EXPERTS)),
+        (4, 1, 2, (*UNTIED, *EXPERTS, *SHARED)),
+        (4, 1, 1, (*EXPERTS, *SHARED, "--no-elastic-respawn")),
+        (8, 2, 2, (*UNTIED, *EXPERTS, *SHARED, "--sequence-parallel")),
+        (4, 1, 1, (*EXPERTS, "--expert-model-parallel-size", "4", *RECOMPUTE)),
+    ],
+    ids=[
+        "pp4",
+        "tp2dp2 tied",
+        "dp4 tied",
+        "tp2pp2dp2",
+        "interleaved bf16",
+        "zero bubble",
+        "recompute",
+        "one layer",
+        "experts",
+    ],
+)
+def test_losses_are_those_of_the_undisturbed_job(
+    tmp_path: Path, ranks: int, tensor: int, stages: int, more: tuple[str, ...]
+) -> None:
+    flags = (*FURTHER, *DROPOUT, *TWO, *more)
+    whole = elastic_job(tmp_path / "whole", ranks, tensor, stages, 6, *flags)
+    back = "--no-elastic-respawn" not in more
+    faults = FAULTS if back else "kill:rank=3,step=2,point=mid_backward"
+    killed = elastic_job(
+        tmp_path / "killed", ranks, tensor, stages, 6, *flags, "--elastic-allow-inject", "--elastic-inject", faults
+    )
+    assert deviation_without_loss(whole, killed) <= ROUNDING
+    expected, found = further_losses(whole.output), further_losses(killed.output)
+    assert len(expected) == 6
+    for step, both in expected.items():
+        assert found[step] == pytest.approx(both, rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_plain_megatron(tmp_path: Path) -> None:
+    flags = (*FURTHER, *UNTIED)
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "3")
+    faults = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=2,step=2,point=before_vote")
+    first = elastic_job(tmp_path / "first", 4, 1, 2, 5, *flags, *NO_DROPOUT, *saves, *faults)
+    assert first.code == 0, first.output[-6000:]
+    later_flags = (*flags, "--load", str(tmp_path / "saved"), "--ckpt-step", "3")
+    run_plain(tmp_path, [Case("later", (1, 2, 1), later_flags)])
+    later = losses(logs(tmp_path, "later"))
+    assert sorted(later) == [4, 5]
+    assert largest_deviation(later, {step: first.losses[step] for step in later}) < PLAIN_ROUNDING
