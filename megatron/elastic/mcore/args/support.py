@@ -173,8 +173,8 @@ FEATURES: tuple[Feature, ...] = (
             "refused", "use --elastic-inject"),
     Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),
             "works", "refused", f"sequences of varying length: {_PLAIN}"),
-    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
-            "give the settings as flags"),
+    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "works",
+            "with --elastic the command line has precedence, and a file may leave settings out"),
 )
 # fmt: on
 """Features in the order of the documentation."""
