@@ -59,6 +59,8 @@ def test_what_is_recomputed_is_not_held() -> None:
     assert layer(local, 64, recompute_granularity="selective") == layer(fused, 64)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     assert layer(local, 64, **full) == 64 * 64 * 4, "only its input"
+    spread = {"distribute_saved_activations": True, "tensor_model_parallel_size": 2}
+    assert layer(local, 64, **full, **spread) == 64 * 64 * 2, "half of it on each of two ranks"
 
 
 def test_tensor_parallel_ranks_share_what_is_inside_a_layer_and_sequence_parallelism_the_rest() -> None:

@@ -68,7 +68,7 @@ class Setup:
         self._config = config
         self._counters = counters
         self.reporter = Reporter()
-        self.layer_losses = LayerLosses()
+        self.layer_losses = LayerLosses(lambda: bool(get_args().moe_per_layer_logging))
         self.context = ContextParallel()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._repeated = RepeatedWork()

@@ -152,7 +152,8 @@ class TrainingLoop:
             scheduler = call["opt_param_scheduler"]
             scheduler.num_steps = self._engine.record.scheduler_steps
             scheduler.step(increment=0)
-            losses = {key: torch.tensor(value) for key, value in result.losses.items()}
+            shown = self._setup.layer_losses.apart(result.losses)
+            losses = {key: torch.tensor(value) for key, value in shown.items()}
             values = {
                 "{}": losses,  # Megatron returns {} on ranks that are not the last stage; here every rank knows them
                 "skipped_iter": int(result.skipped),

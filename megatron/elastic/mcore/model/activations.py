@@ -58,8 +58,10 @@ def held_bytes(
     tensor = 1 if local else config.tensor_model_parallel_size
     size: int = torch.finfo(config.params_dtype).bits // 8
     boundary: int = own * config.hidden_size * (_FP32 if config.fp32_residual_connection else size)
-    if unit == 0 or (unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform"):
+    if unit == 0:
         return boundary
+    if unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        return boundary // tensor if config.distribute_saved_activations else boundary
     whole = any(isinstance(module, DotProductAttention) for module in model.modules())
     layer = 4 * boundary + _inside(config, size, sequence, keys, routed, whole) // tensor
     if unit < last:

@@ -87,6 +87,7 @@ class TensorPlace:
         mine = copy.copy(config)
         mine.tensor_model_parallel_size = self.position.count
         mine.sequence_parallel = self.share.sequence_parallel
+        mine.distribute_saved_activations = False  # Megatron gathers them in the launch's group, in equal parts
         return mine
 
     def layer_config(self, config: Any) -> Any:
