@@ -8,10 +8,12 @@ Each job is drawn from the seed and its number: layout, settings and faults. Its
     script   the scenario's own words (``tests/scenario``), injected at named points; the losses of training are
              compared with an undisturbed job's
     outside  SIGKILL and SIGSTOP to any worker at any instant, also to ranks on their way back; slow and late ranks;
-             at the end perhaps a drained rank; checkpoints, at times on a disk that gets full
+             a wall clock that jumps, a slow disk; at the end perhaps a drained rank; checkpoints, at times on a disk
+             that gets full
     nodes    several agents on one machine: whole nodes or their agents killed, stopped and started again, their way
-             to the store cut; with etcd the coordinator too
-    hosts    two network namespaces: a late network, and a cable that is pulled
+             to the store cut; with etcd the coordinator too, and one of etcd's three members at a time
+    hosts    two network namespaces: packets that are late, lost, or have a bit changed, a partition, and a cable that
+             is pulled
     links    a link between two healthy ranks breaks
 
 A job fails if the checker finds anything, if it does not end in time or as it should, or if it lost a step. Then its
@@ -39,18 +41,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.test_training_chaos import Havoc
+from tests.chaos.unsteady import Unsteady
+from tests.chaos.wire import Quality, wire
 from tests.cluster.history import drawn as drawn_scenario
 from tests.cluster.history import rules_of, shrunk
 from tests.integration.cable import cable
 from tests.integration.elastic_job import ROOT, elastic_command, elastic_job, environment_of
-from tests.integration.etcd_server import etcd_server
+from tests.integration.etcd_server import etcd_members
 from tests.integration.kill_walk import DROPOUT, LAYOUTS, MANY, PHASES, RATES, TWO, Watch, cached
 from tests.integration.launcher import start_launcher
 from tests.integration.launcher_cluster import Cluster, descendants, is_alive
 from tests.integration.ports import free_port
 from tests.integration.test_broken_links import SEVERED
 from tests.integration.test_saving import can_mount
-from tests.integration.test_two_hosts import pods, running, why_not
+from tests.integration.test_two_hosts import address, namespaces, running, why_not
 from tests.scenario import in_job
 from tests.scenario.scenario import Layout
 from tools.history.judge import Rules
@@ -66,6 +70,14 @@ JOB_SECONDS = 1800.0
 LOST_STEPS = re.compile(r'"lost_steps":([1-9]\d*)')
 KINDS = {"outside": 4, "script": 3, "nodes": 3, "hosts": 1, "links": 1}
 """Kind of job → its share."""
+CUT = Quality(lost=1.0)
+NETWORKS = {
+    "late": Quality(delay=0.02, jitter=0.01),
+    "losing packets": Quality(lost=0.03),
+    "changing bits": Quality(changed=0.03),
+    "cut": CUT,
+}
+"""What a network may be for a while."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,8 @@ class Job:
     exact: bool = False
     flags: tuple[str, ...] = ()
     full_disk: bool = False
+    unsteady: bool = False
+    """Between losses the wall clock jumps, and the disk is slow at times."""
     drains: bool = False
     etcd: bool = False
 
@@ -120,6 +134,7 @@ def drawn(seed: str, number: int) -> Job:
         exact=kind == "outside" and LAYOUTS[layout].chunks == 1 and dice.random() < 0.3,
         flags=tuple(flags),
         full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
+        unsteady=kind == "outside" and dice.random() < 0.3,
         drains=dice.random() < 0.3,
         etcd=kind == "nodes" and dice.random() < 0.5,
     )
@@ -188,13 +203,17 @@ def _outside(job: Job, folder: Path, played: Played) -> None:
         inside = f"mount -t tmpfs -o size=1600k none {folder / 'saved'} && exec {shlex.join(command)}"
         command = ["unshare", "--mount", "sh", "-c", inside]
     watch = Watch(folder / "output.txt", folder / "events")
+    machine = Unsteady(folder / "machine") if job.unsteady else None
     with watch.said.open("w") as out:
-        launcher = start_launcher(command, environment_of(), out)
+        launcher = start_launcher(command, environment_of(machine.environment if machine else None), out)
         try:
-            havoc = Havoc(launcher, watch, layout.ranks, random.Random(job.dice), JOB_SECONDS)
+            dice = random.Random(job.dice)
+            havoc = Havoc(launcher, watch, layout.ranks, dice, JOB_SECONDS)
             while havoc.lost.total() < job.faults:
+                troubles = 0 if machine is None else _trouble(machine, dice)
+                before = havoc.lost.total()
                 havoc.strike()
-                played.faults = havoc.lost.total()
+                played.faults += havoc.lost.total() - before + troubles
             havoc.wait_until_whole()
             if job.drains:
                 _drain(name, job.dice % layout.ranks)
@@ -207,6 +226,15 @@ def _outside(job: Job, folder: Path, played: Played) -> None:
             played.output = watch.said.read_text()[-6000:]
     allowed = (DRAINED, UNSAVED) if job.full_disk else (DRAINED,)
     assert code in allowed, f"exit status {code}"
+
+
+def _trouble(machine: Unsteady, dice: random.Random) -> int:
+    """Let the machine's clock jump, and its disk be slow or not; return the number of these faults."""
+    slow = dice.random() < 0.5
+    machine.clock(dice.randint(-7200, 7200))
+    machine.disk(dice.uniform(0.001, 0.02) if slow else 0.0)
+    print(f"  the clock jumps, the disk is {'slow' if slow else 'quick'}", flush=True)
+    return 1 + slow
 
 
 def _drain(name: str, rank: int) -> None:
@@ -226,27 +254,38 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
     )
     script = plain[plain.index(str(ROOT / "pretrain_gpt.py")) :]
     with ExitStack() as stack:
-        port = stack.enter_context(etcd_server(folder)).port if job.etcd else free_port()
-        way = stack.enter_context(cable(port))
+        members = stack.enter_context(etcd_members(folder, 3)) if job.etcd else ()
+        ports = [member.port for member in members] or [free_port()]
+        ways = [stack.enter_context(cable(port)) for port in ports]
         last = nodes - 1
-        ends = {node: _store(job.etcd, way.port if node == last else port) for node in range(nodes)}
+        by_way = [way.port for way in ways]
+        ends = {node: _store(job.etcd, by_way if node == last else ports) for node in range(nodes)}
         cluster = Cluster(2, nodes=nodes, command=script, node_options=ends)
         stack.callback(cluster.close)
         try:
-            _whole(cluster, folder, 0.0)
+            ranks = cluster.workers * nodes
+            _whole(ranks, folder, 0.0)
             for _ in range(job.faults):
                 node = dice.randrange(0 if job.etcd else 1, nodes)
                 began = time.time()
-                how = dice.choice(("node", "agent", "stopped", "cut" if node == last else "node"))
+                acts = ("node", "agent", "stopped", "cut" if node == last else "node", *(["member"] * len(members[:2])))
+                how = dice.choice(acts)
                 print(f"  {how}: node {node}", flush=True)
                 played.faults += 1
                 if how == "cut":
-                    way.cut()
+                    for way in ways:
+                        way.cut()
                     time.sleep(dice.uniform(0.2, 6.0))
-                    way.mend()
+                    for way in ways:
+                        way.mend()
+                elif how == "member":
+                    member = dice.choice(members)
+                    member.end()
+                    time.sleep(dice.uniform(0.2, 6.0))
+                    member.start()
                 else:
                     _strike(cluster, node, how, dice.uniform(0.2, 6.0))
-                _whole(cluster, folder, began)
+                _whole(ranks, folder, began)
             os.kill(cluster.agents[0].pid, signal.SIGTERM)
             codes = [cluster.exit_code(node) for node in range(nodes)]
             assert codes == [DRAINED] * nodes, f"exit statuses {codes}"
@@ -254,10 +293,10 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
             played.output = cluster.text()[-6000:]
 
 
-def _store(etcd: bool, port: int) -> tuple[str, ...]:
+def _store(etcd: bool, ports: Sequence[int]) -> tuple[str, ...]:
     if etcd:
-        return ("--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    return ("--master-port", str(port))
+        return ("--rdzv-backend", "etcd", "--rdzv-endpoint", ",".join(f"127.0.0.1:{port}" for port in ports))
+    return ("--master-port", str(ports[0]))
 
 
 def _strike(cluster: Cluster, node: int, how: str, seconds: float) -> None:
@@ -277,9 +316,9 @@ def _strike(cluster: Cluster, node: int, how: str, seconds: float) -> None:
         cluster.start_agent(node)
 
 
-def _whole(cluster: Cluster, folder: Path, since: float) -> None:
+def _whole(ranks: int, folder: Path, since: float) -> None:
     """Wait until the newest line of a step of every rank is later than ``since``, and all are of one generation."""
-    ranks, end = cluster.workers * cluster.nodes, time.monotonic() + NODE_SECONDS
+    end = time.monotonic() + NODE_SECONDS
     while True:
         newest = [_newest(file, since) for file in sorted((folder / "events").glob("rank*.jsonl"))]
         if len(newest) == ranks and None not in newest and len(set(newest)) == 1:
@@ -304,20 +343,26 @@ def _hosts(job: Job, folder: Path, played: Played) -> None:
     if why_not():
         return
     dice = random.Random(job.dice)
-    with pods(folder) as both, running(folder, both) as (first, second):
-        second.wait_for(r"iteration +3/")
-        inside = ["ip", "netns", "exec", both[1].namespace]
-        late = f"tc qdisc add dev {both[1].device} root netem delay {dice.randint(1, 40)}ms 5ms"
-        slowed = subprocess.run([*inside, *late.split()], capture_output=True, check=False).returncode == 0
-        time.sleep(dice.uniform(1.0, 4.0))
-        played.faults += slowed
-        subprocess.run(["ip", "-n", both[1].namespace, "link", "set", both[1].device, "down"], check=True)
-        played.faults += 1
-        gone = first.wait_for(r"recovered at generation").end()
-        at = int(first.wait_for(r"iteration +(\d+)/", gone).group(1))
-        first.wait_for(rf"iteration +{at + 3}/", gone)
-        first.launcher.send_signal(signal.SIGTERM)
-        played.output = first.finish().output[-6000:]
+    with namespaces(folder) as both:
+        ends = [(pod.namespace, pod.device, f"{address(pod.index)}/24") for pod in both]
+        with wire(ends, job.dice) as between, running(folder, both) as (first, second):
+            second.wait_for(r"iteration +3/")
+            for _ in range(job.faults):
+                began, how = time.time(), dice.choice(tuple(NETWORKS))
+                print(f"  {how}", flush=True)
+                played.faults += 1
+                between.become(NETWORKS[how])
+                time.sleep(dice.uniform(0.2, 6.0))
+                between.become(Quality())
+                _whole(2, folder, began)
+            said = len(first.output)
+            between.become(CUT)
+            played.faults += 1
+            gone = first.wait_for(r"recovered at generation", said).end()
+            at = int(first.wait_for(r"iteration +(\d+)/", gone).group(1))
+            first.wait_for(rf"iteration +{at + 3}/", gone)
+            first.launcher.send_signal(signal.SIGTERM)
+            played.output = first.finish().output[-6000:]
 
 
 def _links(job: Job, folder: Path, played: Played) -> None:

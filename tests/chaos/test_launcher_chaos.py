@@ -112,7 +112,7 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def test_garbage_on_every_port_and_console_harms_nobody() -> None:
+def test_garbage_on_every_port_and_console_harms_no_rank() -> None:
     seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
     print(f"CHAOS_SEED={seed}")
     rng = random.Random(seed)
@@ -141,7 +141,7 @@ def test_garbage_on_every_port_and_console_harms_nobody() -> None:
         job.wait_members([0, 1, 2, 3], minimum=5)
 
 
-def test_a_worker_that_sends_garbage_to_its_agent_is_lost_and_nobody_else(tmp_path: Path) -> None:
+def test_a_worker_that_sends_garbage_to_its_agent_is_lost_and_no_other(tmp_path: Path) -> None:
     program = tmp_path / "garbage.py"
     program.write_text(
         """

@@ -25,8 +25,8 @@ from torch.utils.data import Dataset
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.events import Readmitted, Wanted
-from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheckpoint
 from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress

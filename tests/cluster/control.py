@@ -16,11 +16,12 @@ from typing import Any, cast
 
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Readmitted
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import BEGIN, Journal, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Committed, Loss, RunFigures
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.wire import encode

@@ -24,15 +24,16 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.events import Condemned, Decided, Entry, Event, Lost, NodeLost, Waiting
 from megatron.elastic.control.failures import Failures
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import Journal, JournalForged, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.node_leases import Holder, NodeLeases, Silence
-from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.respawn import Respawn
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler, Task
 
@@ -286,7 +287,7 @@ class Agents:
     def _start(self, number: int) -> Process:
         threads = ClusterThreads(self.scheduler, Process(f"agent {number}"))
         loop = ClusterLoop(threads)
-        place = Place(number, f"agent{number}", self.nodes, self.store, SIGNER, TIMING, cast(Any, loop))
+        place = AgentPlace(number, f"agent{number}", self.nodes, self.store, SIGNER, TIMING, cast(Any, loop))
 
         def extend(until: int) -> None:
             if number == 1:

@@ -60,7 +60,7 @@ def test_the_members_told_last_are_connected_to_and_none_after_the_end(seed: int
     assert max(map(len, fabric.rounds)) == 5
 
 
-def test_a_rank_is_stopped_while_it_waits_and_has_connected_to_nobody() -> None:
+def test_a_rank_is_stopped_while_it_waits_and_has_no_connection() -> None:
     scheduler = Scheduler(0)
     fabric, process = Connecting(Wire(scheduler)), Process("waits")
 

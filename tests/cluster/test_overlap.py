@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.inject import STEP_POINTS
+from megatron.elastic.engine.transaction.background_gather import BackgroundGather
+from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
+from megatron.elastic.engine.transaction.shipment import Shipment
 from tests.cluster.checks import check
 from tests.cluster.cluster import run
+from tests.cluster.fabric import ClusterFabric
 from tests.cluster.history import run_and_judge
 from tests.cluster.test_random import LONG, QUICK, SEEDS, scripts
 
@@ -65,3 +74,59 @@ def test_kills_in_any_order(script: str, seed: int, more: str) -> None:
 )
 def test_many_kills_in_any_order(script: str, seed: int, back: float, more: str) -> None:
     survives(script, seed, back, more)
+
+
+@dataclass
+class Calls:
+    """Calls of methods in the order in which each rank made them."""
+
+    patch: pytest.MonkeyPatch
+    of: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def watch(self, owner: type, method: str, rank_of: Callable[[Any], int]) -> None:
+        """Note each call of ``owner.method`` as ``Owner.method``."""
+        called = getattr(owner, method)
+
+        def noted(one: Any, *args: Any, **kwargs: Any) -> Any:
+            self.of[rank_of(one)].append(f"{owner.__name__}.{method}")
+            return called(one, *args, **kwargs)
+
+        self.patch.setattr(owner, method, noted)
+
+    def each(self) -> Iterator[str]:
+        """Yield the calls of one rank after the other as text."""
+        for calls in self.of.values():
+            yield " ".join(calls)
+
+
+@pytest.mark.parametrize("layout", ["dp4", "pp2dp2"])
+def test_sums_begin_and_leave_before_the_backward_is_over(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    calls.watch(ClusterFabric, "begin_reduce_scatter_blocks", lambda fabric: fabric.rank)
+    calls.watch(BackgroundReduce, "complete", lambda reduce: reduce._tools.fabric.rank)
+    calls.watch(Shipment, "advance", lambda shipment: shipment._tools.fabric.rank)
+    calls.watch(Shipment, "complete", lambda shipment: shipment._tools.fabric.rank)
+    run(f"{layout} {BEHIND}")
+    assert len(calls.of) == 4
+    for told in calls.each():
+        *steps, after = told.split("BackgroundReduce.complete")
+        assert len(steps) > 1
+        assert all("ClusterFabric.begin_reduce_scatter_blocks Shipment.advance" in step for step in steps)
+        assert "ClusterFabric.begin_reduce_scatter_blocks" not in after, "nothing was left to begin behind a backward"
+
+
+def test_a_forward_waits_for_the_parameters_of_its_units_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    calls.watch(BackgroundGather, "wait_for", lambda gather: gather._tools.fabric.rank)
+    calls.watch(BackgroundGather, "complete", lambda gather: gather._tools.fabric.rank)
+    calls.watch(BackgroundReduce, "begin", lambda reduce: reduce._tools.fabric.rank)
+    cluster = run(f"dp4 {BEHIND}")
+    assert cluster.finished
+    for told in calls.each():
+        assert " ".join(["BackgroundReduce.begin", *["BackgroundGather.wait_for"] * 2]) in told
+
+
+def test_blocks_that_were_not_reduced_are_not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shipment, "_is_reduced", lambda shipment, message: False)
+    with pytest.raises(BaseException, match="blocks are to be shipped that were not reduced"):
+        run(f"dp4 steps=1 {BEHIND}")

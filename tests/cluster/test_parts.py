@@ -91,7 +91,7 @@ def test_side_channels_hold_back_and_give_up() -> None:
     on_each_rank(body)
 
 
-def test_nobody_can_go_on() -> None:
+def test_no_rank_can_go_on() -> None:
     """The error names each thread and where it waits."""
 
     def body(fabric: ClusterFabric) -> None:

@@ -9,24 +9,32 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.integration.ports import free_ports
 
-__all__ = ["EtcdServer", "etcd_server"]
+__all__ = ["EtcdServer", "etcd_members", "etcd_server"]
 
 
 @dataclass
 class EtcdServer:
     """One member; ``endpoint`` is what clients are given."""
 
-    process: subprocess.Popen[bytes]
+    command: list[str]
     port: int
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
 
     @property
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, again if it has ended: it goes on with what its folder has."""
+        self.process = subprocess.Popen(self.command)
 
     def end(self) -> None:
         self.process.kill()
@@ -42,20 +50,33 @@ def _binary() -> Path:
 @contextlib.contextmanager
 def etcd_server(folder: Path) -> Iterator[EtcdServer]:
     """Serve from ``folder`` until the end of the block."""
-    port, peer = free_ports(2)
-    client, inner = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
-    command = [
-        *(str(_binary()), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync", "--log-level", "error"),
-        *("--listen-client-urls", client, "--advertise-client-urls", client),
-        *("--listen-peer-urls", inner, "--initial-advertise-peer-urls", inner),
-        *("--initial-cluster", f"default={inner}"),
-    ]
-    server = EtcdServer(subprocess.Popen(command), port)
-    try:
-        _wait_until_healthy(server)
+    with etcd_members(folder, 1) as (server,):
         yield server
+
+
+@contextlib.contextmanager
+def etcd_members(folder: Path, count: int) -> Iterator[tuple[EtcdServer, ...]]:
+    """Serve from ``folder`` until the end of the block, by ``count`` members."""
+    ports = free_ports(2 * count)
+    clients, inner = ([f"http://127.0.0.1:{port}" for port in part] for part in (ports[:count], ports[count:]))
+    together = ",".join(f"member{number}={url}" for number, url in enumerate(inner))
+    members: list[EtcdServer] = []
+    try:
+        for number in range(count):
+            command = [
+                *(str(_binary()), "--name", f"member{number}", "--data-dir", str(folder / f"etcd{number}")),
+                *("--unsafe-no-fsync", "--log-level", "error"),
+                *("--listen-client-urls", clients[number], "--advertise-client-urls", clients[number]),
+                *("--listen-peer-urls", inner[number], "--initial-advertise-peer-urls", inner[number]),
+                *("--initial-cluster", together),
+            ]
+            members.append(EtcdServer(command, ports[number]))
+        for member in members:
+            _wait_until_healthy(member)
+        yield tuple(members)
     finally:
-        server.end()
+        for member in members:
+            member.end()
 
 
 def _wait_until_healthy(server: EtcdServer) -> None:

@@ -16,7 +16,7 @@ from tests.integration.launcher_cluster import cluster
 ALL = list(range(8))
 
 
-def test_a_killed_worker_touches_nobody_else_and_comes_back() -> None:
+def test_a_killed_worker_touches_no_other_and_comes_back() -> None:
     with cluster(8, script_options=("--seconds", "600")) as job:
         job.wait_members(ALL)
         before = {rank: job.pid(rank) for rank in ALL}

@@ -82,7 +82,7 @@ def second_agent(job: Cluster, node: int, script_options: tuple[str, ...]) -> su
     )
 
 
-def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_nobody() -> None:
+def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_no_other() -> None:
     with cluster(1, nodes=2, script_options=(*RARELY, *SOON)) as job:
         job.wait_members([0, 1])
         ended = second_agent(job, 1, (*RARELY, *SOON))

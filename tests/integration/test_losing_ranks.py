@@ -215,7 +215,7 @@ def test_without_respawn_a_stage_without_a_living_group_ends_the_job(tmp_path: P
         "in the last batches",
     ],
 )
-def test_losses_that_nobody_returns_from(tmp_path: Path, layout: str, script: str, lost: set[int]) -> None:
+def test_losses_without_returns(tmp_path: Path, layout: str, script: str, lost: set[int]) -> None:
     """The job ends as if nothing had happened: losses, and those of validation and test after the last step."""
     size = LAYOUTS[layout]
     job = (size.ranks, size.tensor, size.pipeline, 5, *DROPOUT, *TWO, "--eval-iters", "2", "--split", "60,20,20")
@@ -304,7 +304,7 @@ def test_when_no_copy_is_left_the_job_goes_back_to_its_last_checkpoint(tmp_path:
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.slow
-def test_a_loss_before_the_first_step_starts_everybody_anew(tmp_path: Path, nth: int) -> None:
+def test_a_loss_before_the_first_step_starts_all_ranks_anew(tmp_path: Path, nth: int) -> None:
     """While the engine forms, after state is resumed, while data is built: nothing is held yet that could be lost."""
     fault = ("--elastic-allow-inject", "--elastic-inject", f"kill:rank=1,point=in_setup,nth={nth}")
     whole = elastic_job(tmp_path / "whole", 4, 1, 2, 3, *DROPOUT)

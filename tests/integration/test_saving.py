@@ -384,7 +384,7 @@ def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_nobody_may_write_to_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     result = elastic_job(
         tmp_path / "events", 2, 1, 1, 3, *QUIET, "--save", str(tmp_path / "file/saved"), "--save-interval", "2"

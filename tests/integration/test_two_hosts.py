@@ -73,10 +73,10 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
-    """Two hosts and the cable between them."""
+def namespaces(folder: Path) -> Iterator[tuple[Pod, Pod]]:
+    """Two hosts that nothing connects yet."""
     hosts = folder / "hosts"
-    names = "".join(f"10.77.0.{i + 1} {SERVICE}-{i}.{SERVICE} {SERVICE}-{i}\n" for i in range(2))
+    names = "".join(f"{address(i)} {SERVICE}-{i}.{SERVICE} {SERVICE}-{i}\n" for i in range(2))
     hosts.write_text("127.0.0.1 localhost\n" + names)
     tag = os.getpid() % 10000
     first, second = (Pod(i, f"elastic-{tag}-{i}", f"el{tag}v{i}", hosts) for i in range(2))
@@ -84,16 +84,27 @@ def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
     try:
         for pod in both:
             _ip("netns", "add", pod.namespace)
-        _ip("link", "add", both[0].device, "type", "veth", "peer", "name", both[1].device)
-        for pod in both:
-            _ip("link", "set", pod.device, "netns", pod.namespace)
-            _ip("-n", pod.namespace, "addr", "add", f"10.77.0.{pod.index + 1}/24", "dev", pod.device)
-            _ip("-n", pod.namespace, "link", "set", pod.device, "up")
             _ip("-n", pod.namespace, "link", "set", "lo", "up")
         yield both
     finally:
         for pod in both:
             subprocess.run(["ip", "netns", "del", pod.namespace], capture_output=True, check=False)
+
+
+def address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
+@contextmanager
+def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
+    """Two hosts and the cable between them."""
+    with namespaces(folder) as both:
+        _ip("link", "add", both[0].device, "type", "veth", "peer", "name", both[1].device)
+        for pod in both:
+            _ip("link", "set", pod.device, "netns", pod.namespace)
+            _ip("-n", pod.namespace, "addr", "add", f"{address(pod.index)}/24", "dev", pod.device)
+            _ip("-n", pod.namespace, "link", "set", pod.device, "up")
+        yield both
 
 
 def arguments(folder: Path) -> list[str]:

@@ -217,7 +217,7 @@ CONTENDERS: dict[str, Contender] = {
     "ours": Contender("megatron-elastic", ours(), baseline="megatron", coordinator="the only agent, with the store"),
     "ours_exact": Contender(
         "megatron-elastic, exact",
-        ours("--elastic-exact"),
+        ours("--elastic-exact", "--calculate-per-token-loss"),  # the same loss: all micro-batches have as many tokens
         baseline="megatron",
         faults=("kill", "stay"),
     ),

@@ -26,8 +26,9 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Drain, Request
 from tests.unit.protocol.protocol_model import Model
 from tests.unit.protocol.protocol_state import Setting, State, initial_state

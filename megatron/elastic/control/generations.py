@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal
 
 import msgspec
 
@@ -50,36 +49,12 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.membership import Decision, Loss, Reason
+from megatron.elastic.control.nodes import Node, RankState, Standing
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, Reshape, SaveCheckpoint, Stop, Wish
 from megatron.elastic.control.reshapes import Reshapes
 
-__all__ = ["Generations", "Node", "RankState"]
-
-Standing = Literal["starting", "waiting", "member", "lost", "done"]
-
-
-class Node(msgspec.Struct, forbid_unknown_fields=True):
-    """One agent and the ranks it starts."""
-
-    host: str
-    ranks: tuple[int, ...]
-    epoch: int = 0
-    alive: bool = True
-    agent: str = ""
-    """Token of the agent that holds this place; what another one says for this node does not count."""
-
-
-class RankState(msgspec.Struct, forbid_unknown_fields=True):
-    """The state of one rank's present incarnation."""
-
-    incarnation: int = 0
-    standing: Standing = "starting"
-    entry: Entry | None = None
-    """Its report when it asked to become a member."""
-    may_return: bool = True
-    code: int | None = None
-    announced: bool = True
+__all__ = ["Generations"]
 
 
 class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):

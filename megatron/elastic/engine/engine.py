@@ -46,9 +46,9 @@ from megatron.elastic.engine.transaction.fence import Fence, Program
 from megatron.elastic.engine.transaction.join import JoinState
 from megatron.elastic.engine.transaction.listener import Stepped
 from megatron.elastic.engine.transaction.migrate import Migrator
-from megatron.elastic.engine.transaction.phases import StepInput, Tools
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
+from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.state.layout import BlockKey, UnitShard
 from megatron.elastic.state.record import StepRecord
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.state.record import Hyper
 
-__all__ = ["Overlap", "Settings", "StepResult"]
+__all__ = ["OverlapSettings", "Settings", "StepResult"]
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapSettings:
     """Communication that goes on behind computation (docs/design.md §3.8)."""
 
     reduce: bool = False
@@ -23,7 +23,7 @@ class Overlap:
     """Elements that are reduced, sent or gathered together, at least where there are as many."""
 
     @classmethod
-    def of(cls, config: ElasticConfig) -> Overlap:
+    def of(cls, config: ElasticConfig) -> OverlapSettings:
         """Return what the configuration asks for."""
         return cls(config.overlap in ("reduce", "both"), config.overlap in ("gather", "both"), config.bucket_elements)
 

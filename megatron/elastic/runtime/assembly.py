@@ -33,10 +33,10 @@ from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOut
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Listener, Stepped, Voted
-from megatron.elastic.engine.transaction.phases import Tools
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.streams import Moved
+from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
@@ -135,27 +135,62 @@ def assemble(
     ``measured``: the assignment that the record names. The engine holds no state yet. Raises :class:`StageGone` if some
     unit has no whole living cell.
     """
-    fabric, rank = links.fabric, links.fabric.rank
     arena.hold(arena.built)  # costs are asked of the model: an admission cut short left it as in a cell of another size
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
+    choose, exact = _planning(job, arena)
+    tools = _tools(links, job, layouts, arena, hardware, exact, timeline, timer)
+    views = _views(links, job, layouts, arena, hardware, choose)
+    agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
+    context = Context(
+        tools=tools,
+        views=views,
+        agreement=agreement,
+        record=record,
+        view=views.build_view(decision, configuration, record, measured),
+        history=History(configuration),
+        injector=links.injector,
+        timer=timer,
+        listener=_listener(links, job, timeline),
+    )
+    pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
+    rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
+    engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
+    links.injector.flip, links.injector.spoil = engine.flip_bit, engine.spoil_gradient
+    return engine
+
+
+def _planning(job: EngineParts, arena: Arena) -> tuple[Choice, ExactGradients | None]:
+    """Return what answers with a plan, and the gradient sums of exact mode if it is on."""
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     policy = policy_named(job.config.policy)
-    choose = job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches)
-    choose = crewed(choose)
-    exact = None
-    if job.config.exact:
-        exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
-        job.interface.separate_uses(exact.contribute)
+    choose = crewed(job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches))
+    if not job.config.exact:
+        return choose, None
+    exact = ExactGradients(arena, job.launch_topology.grid.global_batch_size)
+    job.interface.separate_uses(exact.contribute)
+    return one_sample_pieces(choose), exact
+
+
+def _tools(
+    links: Links,
+    job: EngineParts,
+    layouts: Layouts,
+    arena: Arena,
+    hardware: Hardware,
+    exact: ExactGradients | None,
+    timeline: Timeline,
+    timer: PhaseTimer,
+) -> Tools:
     place, snapshot = _owners(job.config, hardware)
-    pool = StatePool(rank, layouts, job.settings.hyper, snapshot, place or HOST)
-    tools = Tools(
+    pool = StatePool(links.fabric.rank, layouts, job.settings.hyper, snapshot, place or HOST)
+    return Tools(
         interface=job.interface,
         arena=arena,
         pool=pool,
         layouts=layouts,
-        fabric=fabric,
+        fabric=links.fabric,
         settings=job.settings,
         reach=links.injector.reach,
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),
@@ -167,9 +202,14 @@ def assemble(
         threads=links.threads,
         relocation=None if place is None else _relocation(pool, place, links.threads),
     )
+
+
+def _views(
+    links: Links, job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware, choose: Choice
+) -> ViewFactory:
     sizes = _sizes(job, layouts)
-    views = ViewFactory(
-        fabric=fabric,
+    return ViewFactory(
+        fabric=links.fabric,
         launch_topology=job.launch_topology,
         config=job.config,
         layouts=layouts,
@@ -183,8 +223,11 @@ def assemble(
         batch_size=job.settings.batch_size,
         covered=job.interface.covered,
     )
-    agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
-    view = views.build_view(decision, configuration, record, measured)
+
+
+def _listener(links: Links, job: EngineParts, timeline: Timeline) -> _EventWriter:
+    """Return what hears of steps and recoveries: it writes events and publishes."""
+    rank = links.fabric.rank
     tolerances = Tolerances(
         rank,
         job.config.mirrors,
@@ -194,22 +237,7 @@ def assemble(
     )
     drawing = _ranks_of_node(rank) if job.config.dashboard is not None else ()
     publisher = Publisher(links.membership, job.settings.steps, drawing)
-    context = Context(
-        tools=tools,
-        views=views,
-        agreement=agreement,
-        record=record,
-        view=view,
-        history=History(configuration),
-        injector=links.injector,
-        timer=timer,
-        listener=_EventWriter(links.events, timeline, job, tolerances, publisher),
-    )
-    pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
-    rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
-    engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
-    links.injector.flip, links.injector.spoil = engine.flip_bit, engine.spoil_gradient
-    return engine
+    return _EventWriter(links.events, timeline, job, tolerances, publisher)
 
 
 def _owners(config: ElasticConfig, hardware: Hardware) -> tuple[DevicePlace | None, Literal["gradient", "state"]]:

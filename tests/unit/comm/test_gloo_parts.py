@@ -217,7 +217,7 @@ def test_a_wait_names_whom_it_is_for_and_ends_with_its_generation() -> None:
     assert host.forgotten == [group]
 
 
-def test_a_wait_that_nobody_ends_runs_out_of_time_and_names_the_peers() -> None:
+def test_a_wait_that_no_peer_ends_runs_out_of_time_and_names_the_peers() -> None:
     (group, _), _other = groups()
     with pytest.raises(CommTimeout) as late:
         group.barrier().wait(timedelta(seconds=0.2))
@@ -289,7 +289,7 @@ def test_a_group_that_an_edit_has_overtaken_ends_by_itself() -> None:
     assert isinstance(overtaken.error, GenerationChanged) and overtaken.inner is None
 
 
-def test_a_group_of_one_waits_for_nobody() -> None:
+def test_a_group_of_one_waits_for_no_rank() -> None:
     alone = Build(Seating(1, (3,), 0, None, (3, 5)))
     alone.start(dist.HashStore(), device(), 20.0, 1)
     assert alone.ready.is_set() and alone.inner is not None

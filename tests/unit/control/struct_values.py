@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from megatron.elastic.comm.address import Address
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.nodes import Node
 
 __all__ = ["values"]
 

@@ -45,7 +45,7 @@ def test_a_slot_shows_the_other_side_the_activity_and_the_error() -> None:
     os.close(fd)
 
 
-def test_a_phase_nobody_looked_at_has_a_usual_time_all_the_same() -> None:
+def test_a_phase_that_no_look_met_has_a_usual_time_all_the_same() -> None:
     fd, agent = Slot.create("t")
     worker = Slot(fd)
     worker.publish(Activity(1, "compute"))
@@ -126,7 +126,7 @@ def test_entries_without_the_seal_are_skipped_by_every_reader(store: LocalStore)
 
 
 @pytest.mark.parametrize("tampered", ["removed", "replaced by garbage", "replaced by an older one"])
-def test_a_past_that_was_changed_is_noticed_by_whoever_reads_on(store: LocalStore, tampered: str) -> None:
+def test_a_past_that_was_changed_is_noticed_by_each_reader(store: LocalStore, tampered: str) -> None:
     """The second of three entries is changed by one who can write to the store and has seen everything in it."""
     writer, early = Journal(store, SEAL), Journal(store, SEAL)
     for event in (ev.Wanted(SaveCheckpoint()), ev.NodeLost(1, 0, "gone"), ev.Wanted(Drain())):

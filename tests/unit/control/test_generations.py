@@ -22,8 +22,9 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint
 
@@ -153,7 +154,7 @@ def test_members_that_asked_are_answered_although_the_joiner_died() -> None:
     assert state.decision is not None and state.decision.joined == () and state.pending() == Pending()
 
 
-def test_losing_everybody_starts_anew_with_whoever_comes() -> None:
+def test_losing_all_ranks_starts_anew_with_those_that_come() -> None:
     state = started(2)
     state.apply(loss(0))
     state.apply(Waiting((entry(0, 1),)))
@@ -208,7 +209,7 @@ def test_who_has_begun_has_whatever_is_agreed_in_between() -> None:
     assert not state.preparing
 
 
-def test_without_respawn_losing_everybody_is_the_end() -> None:
+def test_without_respawn_losing_all_ranks_is_the_end() -> None:
     state = started(2, respawn=False)
     state.apply(loss(0))
     state.apply(loss(1))
@@ -263,7 +264,7 @@ def test_a_decision_says_which_lost_ranks_come_back() -> None:
     assert decided_without(state) == (1, 2, 3), "whoever waits to be let in is coming, too"
 
 
-def test_nobody_waits_for_the_ranks_of_a_node_that_is_left_out() -> None:
+def test_no_rank_waits_for_those_of_a_node_that_is_left_out() -> None:
     state = started(2, 2)
     state.apply(loss(1))
     assert state.quarantine.out() == {0} and decided_without(state) == ()
@@ -285,7 +286,7 @@ def test_where_more_nodes_may_come_the_ranks_of_a_lost_one_are_waited_for() -> N
 @pytest.mark.parametrize(
     "broken", [Abandoned((2,), "it ended several times before it took part"), NodeLost(1, 0, "node unreachable")]
 )
-def test_whoever_waits_for_a_rank_that_was_to_come_back_is_told_when_it_will_not(broken: Abandoned | NodeLost) -> None:
+def test_a_wait_for_a_rank_that_was_to_come_back_is_told_when_it_will_not(broken: Abandoned | NodeLost) -> None:
     state = started(2, 1)
     state.quarantine = Quarantine()
     state.apply(loss(2))
@@ -304,7 +305,7 @@ def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
     assert state.over() and state.codes() == (0, 3)
 
 
-def test_leaving_without_a_word_is_a_loss_once_somebody_misses_it() -> None:
+def test_leaving_without_a_word_is_a_loss_once_a_rank_misses_it() -> None:
     state = started(2)
     state.apply(Finished(0, 0, 0, announced=False))
     assert state.quiet
@@ -359,7 +360,7 @@ def test_a_wish_to_leave_that_cannot_be_granted_is_taken_back_by_all() -> None:
     assert state.pending() == Pending() and state.quiet
 
 
-def test_a_loss_before_the_decision_lets_nobody_leave_yet() -> None:
+def test_a_loss_before_the_decision_lets_no_rank_leave_yet() -> None:
     state = started(3)
     state.apply(Wanted(Drain((1,))))
     state.apply(Requested(Request.LEAVE, (0, 1, 2), 1))

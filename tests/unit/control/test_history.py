@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.failures import Failures
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import COMPUTED_AGAIN, RESTART, JobHistory
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.observations import Protection, Recovered, Reprotected, Stepping
 from megatron.elastic.control.snapshot import dump, restore
 

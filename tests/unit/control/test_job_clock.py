@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Lifted, NodeLost
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.wire import Codec, ProtocolError
 from megatron.elastic.launch.agent.quarantines import Quarantines

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lifted, Lost, NodeLost, Readmitted, Reported, Waiting
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 
 HOUR, FIRST = 3600.0, 60.0
@@ -43,7 +44,7 @@ def test_the_only_sick_node_is_out_twice_as_long_each_time_up_to_an_hour(
 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), nodes=st.integers(1, 6), after=st.integers(0, 4))
-def test_nobody_is_out_who_lost_no_more_than_the_others(seed: int, nodes: int, after: int) -> None:
+def test_no_node_is_out_that_lost_no_more_than_the_others(seed: int, nodes: int, after: int) -> None:
     print(f"seed {seed}")
     draw, quarantine, now = random.Random(seed), Quarantine(after, FIRST), 0.0
     counted: dict[int, list[float]] = {node: [] for node in range(nodes)}
@@ -134,7 +135,7 @@ def test_a_node_that_is_lost_as_a_whole_counts_too() -> None:
     assert not state.returns(4) and state.quarantine.out() == {2}
 
 
-def test_nobody_is_out_of_a_job_that_has_no_member_left() -> None:
+def test_no_node_is_out_of_a_job_that_has_no_member_left() -> None:
     state = started()
     for at in (10.0, 20.0):
         lose(state, 4, at)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron.elastic.control.events import Decided, NodeBack, Requested, Reshaped, Wanted
 from megatron.elastic.control.events import Waiting as Arrived
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import OpenReshape, Pending, Request, Reshape
 from megatron.elastic.control.reshapes import Reshapes
 from tests.unit.control.test_spares import at_boundary, entry, loss, settle, started

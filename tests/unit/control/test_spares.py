@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lost, NodeBack, NodeLost, Readmitted, Reported, Requested
 from megatron.elastic.control.events import Waiting as Arrived
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Pending, Request
 
 
@@ -103,7 +104,7 @@ def test_only_whole_tensor_parallel_groups_come() -> None:
     assert state.joiners == (1,), "with the parked rank 0 it makes a group"
 
 
-def test_a_spare_lost_while_it_waits_or_while_it_is_let_in_disturbs_nobody_for_long() -> None:
+def test_a_spare_lost_while_it_waits_or_while_it_is_let_in_disturbs_no_rank_for_long() -> None:
     state = started(3, 2)
     for rank in (3, 4):
         state.apply(Arrived((entry(rank),)))

@@ -18,7 +18,7 @@ def test_the_sink_of_a_chain_is_blamed_not_those_who_wait() -> None:
     assert sinks({0: (1,), 1: (2,), 2: (3,), 3: ()}) == (3,)
 
 
-def test_a_circle_blames_nobody() -> None:
+def test_a_circle_blames_no_rank() -> None:
     assert sinks({0: (1,), 1: (2,), 2: (0,)}) == ()
     assert hang_verdict({0: idle(1), 1: idle(0)}) is None
 
@@ -27,7 +27,7 @@ def test_the_sink_most_waited_for_comes_first_and_a_rank_without_a_row_is_one() 
     assert sinks({0: (7,), 1: (7,), 2: (3,), 3: ()}) == (7, 3)
 
 
-def test_nobody_is_blamed_while_anybody_makes_progress() -> None:
+def test_no_rank_is_blamed_while_one_makes_progress() -> None:
     table = {0: idle(2), 1: idle(2), 2: idle()}
     verdict = hang_verdict(table)
     assert verdict is not None and verdict.rank == 2 and "step 5" in verdict.why

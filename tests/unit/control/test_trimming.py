@@ -22,11 +22,12 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import RESTART, JobHistory
 from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, keep, newest, trim
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
 from megatron.elastic.control.signer import Signer
@@ -121,7 +122,7 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(20, 120))
-def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(seed: int, steps: int) -> None:
+def test_a_late_reader_or_newcomer_ends_where_the_whole_journal_ends(seed: int, steps: int) -> None:
     print(f"seed {seed}")
     draw, seen = random.Random(seed), dict[int, int]()
     store = LocalStore(Keys())
@@ -149,7 +150,7 @@ def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(seed
         assert agent.state == whole and agent.failures == counted
 
 
-def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot() -> None:
+def test_what_all_have_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot() -> None:
     seen: dict[int, int] = {}
     store = LocalStore(Keys())
     everything: dict[int, ev.Event] = {}

@@ -62,7 +62,7 @@ def promise(first: int = 0, **changes: object) -> Expected:
 
 
 @given(layouts(), st.integers(0, 1 << 40))
-def test_whoever_computes_what_the_sum_is_the_promise(pieces: list[Piece], first: int) -> None:
+def test_the_sum_is_the_promise_whichever_rank_computes_what(pieces: list[Piece], first: int) -> None:
     assert computed(pieces, first).findings(promise(first)) == []
 
 

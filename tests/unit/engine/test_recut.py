@@ -78,7 +78,7 @@ def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
     assert back is not None and back.target == start
 
 
-def test_nobody_lost_nothing_moves() -> None:
+def test_without_a_loss_nothing_moves() -> None:
     shape = nominal(1, 2, 2)
     assert better_assignment(Assignment.at_launch(shape), range(4), profile(shape), MEMORY) is None
 
@@ -166,7 +166,7 @@ def test_nothing_moves_that_would_not_pay_back_before_the_end_or_the_next_change
     assert asked(horizon_ns=10**18, horizon_steps=0) is None
 
 
-def test_a_stage_nobody_holds_moves_however_little_is_left() -> None:
+def test_a_stage_that_no_rank_holds_moves_however_little_is_left() -> None:
     shape = nominal(1, 4, 1)
     options = DecisionOptions(horizon_steps=1)
     assert better_assignment(Assignment.at_launch(shape), {0, 1, 3}, profile(shape), MEMORY, None, options) is not None

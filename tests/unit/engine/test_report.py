@@ -26,7 +26,7 @@ def test_a_report_survives_its_text(report: Report) -> None:
 
 
 @given(st.lists(REPORT, min_size=1, max_size=5))
-def test_a_phase_is_over_when_somebody_has_left_it_or_everybody_has_done_it(reports: list[Report]) -> None:
+def test_a_phase_is_over_when_a_rank_has_left_it_or_all_have_done_it(reports: list[Report]) -> None:
     by_rank = dict(enumerate(reports))
     newest = max(report.phase if report.under_way else report.phase + 1 for report in reports)
     for phase in {report.phase for report in reports}:

@@ -74,7 +74,7 @@ def _late(here: Here) -> str:
 
 
 @pytest.mark.timeout(60)
-def test_a_thread_that_begins_after_the_edit_waits_for_nobody() -> None:
+def test_a_thread_that_begins_after_the_edit_waits_for_no_rank() -> None:
     with Ranks(2, _late, seconds=40.0) as ranks:
         assert ranks.results((0, 1)) == {0: "generation 2 is being agreed", 1: ""}
 

@@ -236,7 +236,7 @@ def test_losses_are_ordered_by_how_many_went_before():
     assert fires(injector, "in_recovery_edit", 9)
 
 
-def test_a_fault_can_wait_for_steps_with_everybody_present_or_act_while_somebody_is_not():
+def test_a_fault_can_wait_for_steps_with_all_ranks_or_act_while_one_is_missing():
     injector = Injector(parse("raise:wait=2,point=after_vote;raise:missing=1,point=after_step,count=0"), rank=0)
     assert fires(injector, "after_step", 1)
     injector.enter([0, 0], slots=2)

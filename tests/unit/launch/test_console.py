@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from megatron.elastic.control.answers import Acceptance, ReshapeStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Drain, Reshape, ReshapeState, Status
 from megatron.elastic.control.wire import frame
 from megatron.elastic.ctl import CtlError, ask, main
@@ -115,7 +116,7 @@ def test_ctl_returns_when_the_sizes_are_in_force_or_refused(
     assert appended == [Wanted(Reshape(1, 2, 1))]
 
 
-def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_nobody() -> None:
+def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_no_other() -> None:
     nodes = {number: Node("h" * 200, (number,)) for number in range(5000)}
     loop, state = Loop(), Generations(nodes)
     console = Console(

@@ -9,9 +9,10 @@ import pytest
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Committed
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.observations import DrawnCell, DrawnSegment, DrawnTopology
 from megatron.elastic.launch.agent.admin import Sources
 from megatron.elastic.launch.agent.pages import Pages

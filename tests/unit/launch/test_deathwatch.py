@@ -93,7 +93,7 @@ def test_a_death_is_heard_and_its_status_known_before_the_process_is_gone(how: s
     assert first >= 5, f"heard before the process was gone: {first} of 6"
 
 
-def test_each_death_is_heard_once_and_none_that_nobody_watches_or_that_did_not_happen() -> None:
+def test_each_death_is_heard_once_and_none_that_is_not_watched_or_did_not_happen() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -123,7 +123,7 @@ def test_each_death_is_heard_once_and_none_that_nobody_watches_or_that_did_not_h
     assert sorted(heard + deathwatch.take()) == sorted(watched & dead)
 
 
-def test_a_lock_that_nobody_holds_is_not_waited_for() -> None:
+def test_a_free_lock_is_not_waited_for() -> None:
     assert not Deathwatch().watch(1, mmap.mmap(-1, mmap.PAGESIZE))
     with pytest.raises(ValueError, match="LOCK_BYTES"):
         Deathwatch().watch(1, bytearray(8))

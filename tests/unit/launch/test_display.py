@@ -9,9 +9,10 @@ import pytest
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Lost
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.observations import Stepping
 from megatron.elastic.launch.agent.admin import Sources
 from megatron.elastic.launch.agent.display import Display

@@ -22,8 +22,9 @@ from megatron.elastic.control.events import (
     Waiting,
 )
 from megatron.elastic.control.exits import Ending, ExitCode
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter

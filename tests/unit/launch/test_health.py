@@ -12,8 +12,9 @@ import pytest
 from megatron.elastic.config import ConfigError, ElasticConfig, HealthSetting, health_settings
 from megatron.elastic.control.events import Event, Examined, Lifted, Lost, Readmitted, Wanted
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.timing import Timing

@@ -11,11 +11,12 @@ import pytest
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import BEGIN, Journal, Signer
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.launch.agent import journal_trimming
 from megatron.elastic.launch.agent.journal_io import JournalIO

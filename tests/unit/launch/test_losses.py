@@ -80,7 +80,7 @@ def test_exit_codes_by_which_a_worker_says_why_it_ends(worker: Worker, code: int
     assert ending(worker, code << 8) is kind
 
 
-def test_whoever_was_killed_did_not_end_by_its_own_error(worker: Worker) -> None:
+def test_a_killed_rank_did_not_end_by_its_own_error(worker: Worker) -> None:
     worker.slot.record_error("an error it was still handling", ExitReason.ERROR)
     assert ending(worker, 9) is Ending.KILLED
     worker.killed_for = "stopped"

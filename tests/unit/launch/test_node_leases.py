@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.generations import Node
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Silence
-from megatron.elastic.launch.agent.place import Place
 
 SEAL = Signer(Credentials("ab" * 16, "run"))
 FAST = Timing.derive(0.05)
@@ -90,7 +90,7 @@ class Agents:
     def start(self, node: int, token: str | None = None, store: Shelf | None = None, timing: Timing = FAST) -> None:
         loop = Loop()
         leases = NodeLeases(
-            Place(node, token or f"agent{node}", self.nodes, store or self.shelf, SEAL, timing, loop),
+            AgentPlace(node, token or f"agent{node}", self.nodes, store or self.shelf, SEAL, timing, loop),
             extend=lambda until: self.extended.append((node, time.monotonic())),
             lost=lambda other, epoch, why: self.lost.append((node, other, epoch)),
             heard=lambda now: self.heard.append((node, now)),
@@ -189,7 +189,7 @@ def test_a_round_is_one_read_however_many_nodes_there_are() -> None:
         assert set(job.shelf.requests) == {"put", "get_many"}
 
 
-def test_the_lease_of_an_agent_that_does_not_hold_the_place_keeps_nobody_alive() -> None:
+def test_the_lease_of_an_agent_that_does_not_hold_the_place_keeps_no_node_alive() -> None:
     with agents(2) as job:
         job.start(0)
         job.start(1, token="another")

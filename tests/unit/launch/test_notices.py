@@ -13,7 +13,8 @@ import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.events import Event, Wanted
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Drain, Request
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop

@@ -6,9 +6,10 @@ from typing import Any
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lost, Requested, Waiting
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.messages import Begun, Decide, Freeze, Members, ToWorker
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Request
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.workers.pool import Worker

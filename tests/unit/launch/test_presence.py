@@ -12,12 +12,12 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.generations import Node
 from megatron.elastic.control.keys import Keys, LocalStore
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 
 SEAL = Signer(Credentials("ab" * 16, "run"))
@@ -42,7 +42,7 @@ class Agents:
     def start(self, node: int, token: str | None = None) -> Presence:
         loop = Loop()
         presence = Presence(
-            Place(node, token or f"agent{node}", self.nodes, self.store, SEAL, TIMING, loop),
+            AgentPlace(node, token or f"agent{node}", self.nodes, self.store, SEAL, TIMING, loop),
             doubt=lambda other: self.told.append((node, "doubt", other)),
             trust=lambda other: self.told.append((node, "trust", other)),
         )
@@ -120,7 +120,7 @@ def test_an_agent_that_does_not_hold_the_place_is_not_let_in(agents: Agents, cla
 
 
 @pytest.mark.parametrize("said", [b"\n", b"hello\n", b"\xff" * 5000, b'"\n'])
-def test_whoever_says_something_else_is_dropped(agents: Agents, said: bytes) -> None:
+def test_a_peer_that_says_something_else_is_dropped(agents: Agents, said: bytes) -> None:
     connection, _ = agents.call()
     connection.sendall(said)
     with suppress(ConnectionResetError):  # it was dropped with what it had yet to read

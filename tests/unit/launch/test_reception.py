@@ -12,10 +12,11 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.control.answers import JobStatus, ToleranceStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.messages import Hello, Moving, Promise, ToleranceText
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.requests import Request, Status
 from megatron.elastic.launch.agent.admin import Admin as Answers
 from megatron.elastic.launch.agent.admin import Sources
@@ -96,7 +97,7 @@ def test_a_report_ahead_counts_for_a_loss_too_and_only_for_the_first() -> None:
 
 
 @given(st.permutations([*range(RANKS), *range(RANKS, 2 * RANKS)]))
-def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: list[int]) -> None:
+def test_in_any_order_of_requests_and_reports_each_rank_is_heard_once(order: list[int]) -> None:
     """Numbers below ``RANKS`` are requests, the others reports for the next generation."""
     admin = Admin()
     for item in order:

@@ -9,9 +9,10 @@ import struct
 import pytest
 
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Committed
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.status_text import progress_line
 from megatron.elastic.launch.agent.admin import Sources

@@ -15,9 +15,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from megatron.elastic.config import ConfigError, ElasticConfig, web_address
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Committed
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.launch.agent.admin import Sources
 from megatron.elastic.launch.agent.metrics import exposition
 from megatron.elastic.launch.agent.pages import Pages, state_json

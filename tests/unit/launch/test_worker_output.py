@@ -15,7 +15,7 @@ import pytest
 
 from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.generations import Node
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.rendezvous import JobMembers

@@ -80,7 +80,7 @@ def initialized(
     context=st.integers(1, 3),
     d=st.data(),
 )
-def test_an_extra_rank_waits_for_nobody_but_its_own_cell(
+def test_an_extra_rank_waits_for_its_own_cell_alone(
     tensor: int, pipeline: int, data: int, cells: int, context: int, d: st.DataObject
 ) -> None:
     size = tensor * context

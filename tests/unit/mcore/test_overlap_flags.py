@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig
-from megatron.elastic.engine.settings import Overlap
+from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.mcore.args.arguments import config_from_args
 from megatron.elastic.mcore.args.overlap import take_over_overlap
 
@@ -21,18 +21,19 @@ def asked(elastic: bool = True, **more: Any) -> Namespace:
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        ({}, Overlap(False, False, 1 << 20)),
-        ({"overlap_grad_reduce": True}, Overlap(True, False, 1 << 20)),
-        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, Overlap(True, True, 1 << 20)),
-        ({"elastic_overlap": "gather", "overlap_grad_reduce": True}, Overlap(True, True, 1 << 20)),
-        ({"elastic_overlap": "gather", "ddp_bucket_size": 7}, Overlap(False, True, 7)),
+        ({}, OverlapSettings(False, False, 1 << 20)),
+        ({"overlap_grad_reduce": True}, OverlapSettings(True, False, 1 << 20)),
+        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, OverlapSettings(True, True, 1 << 20)),
+        ({"elastic_overlap": "gather", "overlap_grad_reduce": True}, OverlapSettings(True, True, 1 << 20)),
+        ({"elastic_overlap": "gather", "ddp_bucket_size": 7}, OverlapSettings(False, True, 7)),
     ],
 )
-def test_flags_of_megatron_mean_the_same_to_the_engine(flags: dict[str, Any], found: Overlap) -> None:
+def test_flags_of_megatron_mean_the_same_to_the_engine(flags: dict[str, Any], found: OverlapSettings) -> None:
     args = asked(**flags)
     for _ in range(2):  # Megatron parses more than once
         take_over_overlap(args)
-        assert Overlap.of(config_from_args({k: v for k, v in vars(args).items() if k.startswith("elastic_")})) == found
+        ours = config_from_args({k: v for k, v in vars(args).items() if k.startswith("elastic_")})
+        assert OverlapSettings.of(ours) == found
         assert not args.overlap_grad_reduce and not args.overlap_param_gather and args.ddp_bucket_size is None
 
 

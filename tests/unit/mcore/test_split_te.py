@@ -138,7 +138,7 @@ def test_layers_that_cannot_be_split_keep_their_store(change: dict[str, Any]) ->
     assert isinstance(layer.wgrad_store, Store)
 
 
-def test_a_store_that_nobody_empties_takes_nothing() -> None:
+def test_a_store_that_is_never_emptied_takes_nothing() -> None:
     layer = Linear(4, 4)
     with pytest.raises(RuntimeError, match="no piece is deferring"):
         QueueStore(SplitLinears(), layer.weight, None).put([], lambda: ())

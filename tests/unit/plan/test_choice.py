@@ -51,7 +51,7 @@ def test_every_answer_is_a_valid_plan_of_the_rows_it_names(
 
 
 @pytest.mark.parametrize("name", engine_policies())
-def test_with_everybody_here_all_policies_run_megatrons_plan(name: str) -> None:
+def test_with_all_ranks_here_all_policies_run_megatrons_plan(name: str) -> None:
     topology = regular_topology(2, 4, UNITS, waves=4)
     plan, nominal = choice_of(policy_named(name))(topology, PROFILE), nominal_plan(topology)
     assert (plan.pieces, plan.edges, plan.tables) == (nominal.pieces, nominal.edges, nominal.tables)
@@ -64,7 +64,7 @@ def test_a_dropped_replicas_rows_are_the_ones_left_out() -> None:
     assert plan_hash(plan) != plan_hash(choice_of(policy_named("torchft-batch"))(topology, PROFILE))
 
 
-def test_a_row_left_out_must_not_be_computed_by_anybody() -> None:
+def test_a_row_left_out_must_not_be_computed_by_any_rank() -> None:
     plan = nominal_plan(regular_topology(2, 2, UNITS, waves=1))
     with pytest.raises(InvalidPlan, match="leaves it out"):
         validate_plan(replace(plan, skipped=(1,)), UNITS)

@@ -80,7 +80,7 @@ def test_a_cell_that_stays_slow_is_tried_more_and_more_rarely() -> None:
     assert tracker.speeds()[5] < 500_000
 
 
-def test_a_machine_in_a_mood_keeps_nobody_from_getting_all_of_it_back() -> None:
+def test_an_unsteady_machine_keeps_no_rank_from_getting_all_of_it_back() -> None:
     """A rank that was not slow before is not called slow after: no share is kept back by the dead band."""
     tracker = SpeedTracker()
     steps(tracker, 10, {5: 2.4})
@@ -100,7 +100,7 @@ def test_noise_and_single_outliers_ask_for_no_new_plan() -> None:
     assert changes == 0, f"seed {seed}"
 
 
-def test_a_slow_step_of_everybody_blames_nobody() -> None:
+def test_a_slow_step_of_all_ranks_blames_none() -> None:
     tracker = SpeedTracker()
     assert steps(tracker, 20, dict.fromkeys(range(8), 3.0)) == 0
 

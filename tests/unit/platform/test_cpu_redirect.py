@@ -182,7 +182,7 @@ def test_installing_twice_is_installing_once_and_dynamo_stays_away() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_dynamo_can_still_be_imported_by_whoever_wants_it() -> None:
+def test_dynamo_can_still_be_imported() -> None:
     """It maps function objects to rules and asserts that none occurs under two names."""
     done = in_a_process_of_its_own(
         "from megatron.elastic.platform.cpu_redirect import install\ninstall()\nimport torch._dynamo\n"

@@ -103,7 +103,7 @@ def test_two_kills_two_mirrors_and_losses_while_copies_change_place(setting):
     assert explore(setting)["states"] > 10_000
 
 
-def test_nobody_is_killed_nothing_is_decided():
+def test_without_a_kill_nothing_is_decided():
     assert not any(name.startswith("decide") for name in explore(Setting(ranks=3, mirrors=1, steps=2, kills=0)))
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
+from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
@@ -156,6 +157,23 @@ def check_a_send_of_an_older_generation_is_never_begun() -> None:
     into = torch.zeros(4, device="standin")
     assert pair.groups[1].recv([into], 0, 5).wait() and again.wait()
     assert into.tolist() == [3.0] * 4
+
+
+def check_waiting_for_what_runs_beside_orders_streams_and_leaves_the_host_free() -> None:
+    side, values = torch.Stream(torch.device("standin", 0)), torch.zeros(4, device="standin")
+    with side:
+        done = busy()
+        values.fill_(2.0)
+        done.record()
+    beside = EnqueuedBeside(done)
+    assert not beside.is_completed() and not beside.is_success()
+    assert beside.wait() and not beside.is_completed(), "the host did not wait"
+    assert values.clone().tolist() == [2.0] * 4, "the stream did"
+    assert beside.is_completed() and beside.is_success()
+
+
+def check_what_ran_on_the_host_is_over() -> None:
+    assert EnqueuedBeside(None).wait() and EnqueuedBeside(None).is_completed()
 
 
 # -- a vendor's library ----------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The topology at launch, constant for the whole job.
 
 Ranks are numbered as Megatron does (tensor, then context, data, pipeline):
-``rank = t + TP · (c + CP · (d + DP · p))``; with ``--use-tp-pp-dp-mapping`` replicas count last:
-``rank = t + TP · (c + CP · (p + PP · d))``. Cell ``d · PP + p`` has the ranks of
+``rank = t + TP · (c + CP · (d + DP · p))``. With ``--use-tp-pp-dp-mapping`` replicas count
+last: ``rank = t + TP · (c + CP · (p + PP · d))``. Cell ``d · PP + p`` has the ranks of
 stage ``p`` in replica ``d``: CP tensor-parallel groups, each of which has its part of the
 sequence. Its id never changes, also when a new incarnation takes a rank, or when the cell
 goes on with other ranks (:mod:`assignment`).

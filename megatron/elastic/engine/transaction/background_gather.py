@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron.elastic.engine.generation.buckets import Bucket
-
-if TYPE_CHECKING:
-    from megatron.elastic.engine.transaction.phases import Tools
+from megatron.elastic.engine.transaction.tools import Tools
 
 __all__ = ["BackgroundGather"]
 

@@ -28,18 +28,15 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megatron.elastic.engine.generation.buckets import Bucket, Cut, buckets_of
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.shipment import Shipment
+from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.state.layout import StateBlock
 from megatron.elastic.state.record import GradientKey
-
-if TYPE_CHECKING:
-    from megatron.elastic.engine.transaction.phases import Tools
 
 __all__ = ["BackgroundReduce"]
 

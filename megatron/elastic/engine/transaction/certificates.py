@@ -17,7 +17,7 @@ from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.view import View
-from megatron.elastic.engine.transaction.phases import Tools
+from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.state.certificate import (
     Certificate,
     CertificateError,

@@ -27,8 +27,8 @@ from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Voted
 from megatron.elastic.engine.transaction.migrate import Migrator
-from megatron.elastic.engine.transaction.phases import StepInput
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
+from megatron.elastic.engine.transaction.tools import StepInput
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
 

@@ -15,11 +15,12 @@ from megatron.elastic.engine.generation.configuration import Configuration, Hist
 from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Injector
-from megatron.elastic.engine.settings import Overlap
+from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.engine.transaction.agreement import Agreement
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.listener import Listener
-from megatron.elastic.engine.transaction.phases import StepBody, Tools
+from megatron.elastic.engine.transaction.phases import StepBody
+from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.certificate import Certificate
 from megatron.elastic.state.record import StepRecord
@@ -67,7 +68,7 @@ class Context:
         """The phases of a step under the present view."""
         if self._body is None or self._body[0] is not self.view:
             config = self.views.config
-            self._body = self.view, StepBody(self.tools, self.view, Overlap.of(config), config.verify_interval)
+            self._body = self.view, StepBody(self.tools, self.view, OverlapSettings.of(config), config.verify_interval)
         return self._body[1]
 
     def settle_parameters(self) -> None:

@@ -17,44 +17,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes
-from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
-from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
+from megatron.elastic.engine.compute.exact_gradients import OutOfRange, resolutions
 from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
-from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelInterface
-from megatron.elastic.engine.compute.piece_times import HOST_CLOCK, Clock
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
 from megatron.elastic.engine.compute.replicas import unequal_replicas
-from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
+from megatron.elastic.engine.compute.samples import PieceBatch
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.buckets import Cut, buckets_of
 from megatron.elastic.engine.generation.view import GroupSpan, Routes, View, routes
-from megatron.elastic.engine.settings import Overlap, Settings
+from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
 from megatron.elastic.engine.transaction.shipment import Shipment, packed_gradients, take_gradients
-from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.plan.schedule.finishing import finishing_order
-from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
-from megatron.elastic.state.relocation import Relocation
 
-__all__ = ["StepBody", "StepInput", "Tools"]
+__all__ = ["StepBody"]
 
 _SHIP_TAG = 1 << 30
 _RELAY_TAG = _SHIP_TAG + 0x400
@@ -64,51 +58,10 @@ def _nothing() -> None:
     return None
 
 
-@dataclass(frozen=True)
-class Tools:
-    """The objects that every phase uses; they live as long as the process."""
-
-    interface: ModelInterface
-    arena: Arena
-    pool: StatePool
-    layouts: Mapping[tuple[int, int], UnitLayout]
-    fabric: Fabric
-    settings: Settings
-    reach: Callable[[str, int], None]
-    """Fault injection: (point, step)."""
-    publish: Callable[[str, tuple[int, ...]], None]
-    """Activity for hang detection: (phase, waiting for)."""
-    drag: Callable[[int, Callable[[], int]], None]
-    """Fault injection: (step, nanoseconds of the last computation); a slowed rank sleeps in proportion."""
-    timeline: Timeline = field(default_factory=Timeline)
-    """Records the times of this process's actions, if tracing is on."""
-    steady_clock: bool = True
-    """True if this process has its processor or device to itself, so that times of pieces measure the rank's speed."""
-    clock: Clock = HOST_CLOCK
-    """Measures the pieces' computations."""
-    exact: ExactGradients | None = None
-    """The gradient sums of exact mode; None in the default mode."""
-    threads: Threads = OS_THREADS
-    relocation: Relocation | None = None
-    """Moves copies between host and device as roles change; None where owners lie in host memory."""
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """The input of a step; ``step`` is the version that it produces."""
-
-    step: int
-    address: StepAddress
-    forward_step: ForwardStep
-    source: SampleSource | None
-    left_out: bool = False
-    """True if its samples are consumed and nothing is computed from them."""
-
-
 class StepBody:
     """The phases of steps within one generation."""
 
-    def __init__(self, tools: Tools, view: View, overlap: Overlap, verify_interval: int = 0) -> None:
+    def __init__(self, tools: Tools, view: View, overlap: OverlapSettings, verify_interval: int = 0) -> None:
         self._tools = tools
         self.overlap = overlap
         self._verify_interval = verify_interval

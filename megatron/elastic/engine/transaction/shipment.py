@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,10 @@ from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disp
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
 from megatron.elastic.engine.generation.view import Routes
+from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.state.layout import StateBlock
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey
-
-if TYPE_CHECKING:
-    from megatron.elastic.engine.transaction.phases import Tools
 
 __all__ = ["Shipment", "packed_gradients", "take_gradients"]
 

@@ -44,6 +44,7 @@ from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.admin import Sources
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.display import Display
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 from megatron.elastic.launch.agent.journal_io import JournalIO
@@ -53,7 +54,6 @@ from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
-from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -102,7 +102,7 @@ class Agent:
             self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving, self.clock.now
         )
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
-        place = Place(self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop)
+        place = AgentPlace(self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop)
         self._leases: NodeLeases | None = None
         self._presence: Presence | None = None
         if len(members.nodes) > 1:

@@ -27,7 +27,7 @@ from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
-from megatron.elastic.launch.agent.place import Place
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["NodeLeases", "Silence", "Table"]
@@ -139,7 +139,7 @@ class NodeLeases:
 
     def __init__(
         self,
-        place: Place,
+        place: AgentPlace,
         extend: Callable[[int], None],
         lost: Callable[[int, int, str], None],
         heard: Callable[[float], None],

@@ -28,7 +28,7 @@ import msgspec
 
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
-from megatron.elastic.launch.agent.place import Place
+from megatron.elastic.launch.agent.agent_place import AgentPlace
 
 __all__ = ["Presence"]
 
@@ -73,7 +73,7 @@ class Presence:
 
     def __init__(
         self,
-        place: Place,
+        place: AgentPlace,
         doubt: Callable[[int], None],
         trust: Callable[[int], None],
     ) -> None:

@@ -25,8 +25,8 @@ from torch.distributed import TCPStore
 from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.etcd import EtcdStore
-from megatron.elastic.control.generations import Node
 from megatron.elastic.control.journal import Signer
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve

@@ -264,7 +264,7 @@ class TrainingLoop:
             result = original(*args, **kwargs)
             if self._setup.connected:
                 if self._checkpoints.unsaved:
-                    remedy = f"free space in --save {get_args().save}, or give another folder"
+                    remedy = f"the one before it is unchanged (--save {get_args().save}); if that is full, free space"
                     why = f"the last checkpoint could not be saved: {self._checkpoints.unsaved}; {remedy}"
                     self._shutdown.leave(ExitCode.STATE_LOST, why)
                 self._shutdown.finish()

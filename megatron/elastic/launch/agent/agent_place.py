@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.elastic.control.generations import Node
+from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 
-__all__ = ["Place"]
+__all__ = ["AgentPlace"]
 
 
 @dataclass(frozen=True)
-class Place:
+class AgentPlace:
     """``node``: this agent's node number; ``token``: its own, which tells it from another agent of that number."""
 
     node: int
