@@ -14,7 +14,16 @@ import pytest
 from tests.integration.elastic_job import deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, ROUNDING, TWO
 from tests.integration.test_cpu_layouts import logs, losses
-from tests.integration.test_engine_parity import EXPERTS, NO_DROPOUT, RECOMPUTE, SHARED, UNTIED, Case, run_plain
+from tests.integration.test_engine_parity import (
+    EXPERTS,
+    NO_DROPOUT,
+    PER_TOKEN,
+    RECOMPUTE,
+    SHARED,
+    UNTIED,
+    Case,
+    run_plain,
+)
 from tests.integration.test_rank_orders import BACK
 
 FURTHER = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3", "--position-embedding-type", "rope")
@@ -44,56 +53,32 @@ def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path) -> None:
     assert set(re.findall(r"joined by (\d+)", killed.output)) == {"1", "2"}
 
 
+ALONE = "--no-elastic-respawn"
+JOBS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "four stages, none returns": (4, 1, 4, (*UNTIED, ALONE)),
+    "tied, cut sequence": (4, 2, 1, ("--sequence-parallel",)),
+    "tied, per token": (4, 1, 1, ("--calculate-per-token-loss",)),
+    "three axes": (8, 2, 2, (*UNTIED, "--sequence-parallel")),
+    "interleaved, bf16": (4, 1, 2, (*UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--bf16")),
+    "zero bubble": (4, 1, 2, (*UNTIED, "--elastic-schedule", "zero-bubble", *PER_TOKEN, "--eod-mask-loss")),
+    "recompute": (4, 1, 2, (*UNTIED, *RECOMPUTE)),
+    "one layer for all": (4, 1, 2, (*UNTIED, "--mtp-use-repeated-layer")),
+    "experts": (4, 1, 2, (*UNTIED, *EXPERTS)),
+    "two share": (4, 1, 2, (*UNTIED, *EXPERTS, *SHARED)),
+    "two share, none returns": (4, 1, 1, (*EXPERTS, *SHARED, ALONE)),
+    "two share, three axes": (8, 2, 2, (*UNTIED, *EXPERTS, *SHARED, "--sequence-parallel")),
+    "four share, recompute": (4, 1, 1, (*EXPERTS, "--expert-model-parallel-size", "4", *RECOMPUTE)),
+}
+"""Name → ranks, tensor-parallel size, stages, and flags."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "tensor", "stages", "more"),
-    [
-        (4, 1, 4, (*UNTIED, "--no-elastic-respawn")),
-        (4, 2, 1, ("--sequence-parallel",)),
-        (4, 1, 1, ("--calculate-per-token-loss",)),
-        (8, 2, 2, (*UNTIED, "--sequence-parallel")),
-        (4, 1, 2, (*UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--bf16")),
-        (4, 1, 2, (*UNTIED, "--elastic-schedule", "zero-bubble", "--calculate-per-token-loss", "--eod-mask-loss")),
-        (
-            4,
-            1,
-            2,
-            (
-                *UNTIED,
-                "--recompute-granularity",
-                "full",
-                "--recompute-method",
-                "uniform",
-                "--recompute-num-layers",
-                "1",
-            ),
-        ),
-        (4, 1, 2, (*UNTIED, "--mtp-use-repeated-layer")),
-        (4, 1, 2, (*UNTIED, *EXPERTS)),
-        (4, 1, 2, (*UNTIED, *EXPERTS, *SHARED)),
-        (4, 1, 1, (*EXPERTS, *SHARED, "--no-elastic-respawn")),
-        (8, 2, 2, (*UNTIED, *EXPERTS, *SHARED, "--sequence-parallel")),
-        (4, 1, 1, (*EXPERTS, "--expert-model-parallel-size", "4", *RECOMPUTE)),
-    ],
-    ids=[
-        "pp4",
-        "tp2dp2 tied",
-        "dp4 tied",
-        "tp2pp2dp2",
-        "interleaved bf16",
-        "zero bubble",
-        "recompute",
-        "one layer",
-        "experts",
-    ],
-)
-def test_losses_are_those_of_the_undisturbed_job(
-    tmp_path: Path, ranks: int, tensor: int, stages: int, more: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_are_those_of_the_undisturbed_job(tmp_path: Path, name: str) -> None:
+    ranks, tensor, stages, more = JOBS[name]
     flags = (*FURTHER, *DROPOUT, *TWO, *more)
     whole = elastic_job(tmp_path / "whole", ranks, tensor, stages, 6, *flags)
-    back = "--no-elastic-respawn" not in more
-    faults = FAULTS if back else "kill:rank=3,step=2,point=mid_backward"
+    faults = "kill:rank=3,step=2,point=mid_backward" if ALONE in more else FAULTS
     killed = elastic_job(
         tmp_path / "killed", ranks, tensor, stages, 6, *flags, "--elastic-allow-inject", "--elastic-inject", faults
     )

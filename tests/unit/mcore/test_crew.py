@@ -30,6 +30,14 @@ def test_outputs_and_gradients_are_those_of_one_rank_with_all_experts(answers: d
     assert {"output", "input"} <= compared and sum("experts." in name for name in compared) == 8
 
 
+@pytest.mark.parametrize("case", ["further tokens", "further tokens, recomputed"])
+def test_a_rank_without_rows_takes_part_in_layers_of_further_tokens(answers: dict[str, Any], case: str) -> None:
+    for rank, differences in enumerate(answers[case]):
+        assert max(differences.values()) < 1e-5, (rank, differences)
+    compared = [name for differences in answers[case] for name in differences if "experts." in name]
+    assert len(set(compared)) == 2 * 4 * 2, "two layers, four experts, two weights"
+
+
 def test_the_crew_of_the_launch_is_megatrons_deal(answers: dict[str, Any]) -> None:
     assert answers["names"]["crew"] == [[4, 6, 9], [[0, 1], [2, 3], [4, 5]]]
 
