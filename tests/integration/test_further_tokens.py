@@ -102,3 +102,17 @@ def test_a_checkpoint_goes_on_under_plain_megatron(tmp_path: Path) -> None:
     assert sorted(later) == [4, 5]  # a process's second line averages two steps
     expected = {4: first.losses[4], 5: (first.losses[4] + first.losses[5]) / 2}
     assert largest_deviation(expected, later) < PLAIN_ROUNDING
+
+
+@pytest.mark.slow
+def test_a_lost_last_stage_is_taken_over_and_saved(tmp_path: Path) -> None:
+    """By a rank that had the embedding; it writes the checkpoint's part of the lost stage too."""
+    flags = (*FURTHER, *UNTIED)
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "4", ALONE, *TWO)
+    faults = "kill:rank=2,step=2,point=mid_backward;kill:rank=3,step=3,point=before_vote"
+    injected = ("--elastic-allow-inject", "--elastic-inject", faults)
+    whole = elastic_job(tmp_path / "whole", 4, 1, 2, 5, *flags, *NO_DROPOUT)
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 5, *flags, *NO_DROPOUT, *saves, *injected)
+    assert deviation_without_loss(whole, killed) <= ROUNDING
+    run_plain(tmp_path, [Case("later", (1, 2, 1), (*flags, "--load", str(tmp_path / "saved"), "--ckpt-step", "4"))])
+    assert largest_deviation({5: killed.losses[5]}, losses(logs(tmp_path, "later"))) < PLAIN_ROUNDING
