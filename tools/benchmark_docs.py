@@ -112,6 +112,12 @@ SECTIONS = (
         tables.reshape,
     ),
     Section(
+        "reshape_memory",
+        "What do they pay for them on one machine?",
+        "The same over shared memory, which ranks of one machine use unless a flag asks for TCP.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",
@@ -142,6 +148,14 @@ SECTIONS = (
         "What does a loss do to the numbers?",
         "Relative deviation of the loss from the undisturbed run of the same kind, over the steps from the loss on.",
         tables.consistency,
+    ),
+    Section(
+        "exact",
+        "What does exact mode cost?",
+        "A step with `--elastic-exact` beside one of the default mode, pair by pair. `quickstart` is the quick start's "
+        "model and layout, PP 2 × DP 4; the others run at PP 2 × DP 2. A ratio below 1 is noise: other processes took "
+        "time from some of the runs. Processor time is less affected.",
+        tables.exact,
     ),
     Section(
         "dropout",

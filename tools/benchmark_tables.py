@@ -225,6 +225,22 @@ def step_time(figures: Figures) -> str:
     return table(("run", "step (ms)", "this / Megatron-LM"), rows)
 
 
+def exact(figures: Figures) -> str:
+    """Time of a step in both modes, and what exact mode multiplies it by, by model."""
+    rows = [
+        (
+            case["case"],
+            f"{case['ranks']}",
+            *(spread(case["step_seconds"][mode], 1e3) for mode in ("default", "exact")),
+            spread(case["ratio"]["step"]),
+            spread(case["ratio"]["cpu"]),
+        )
+        for case in figures["cases"]
+    ]
+    head = ("model", "ranks", "default (ms)", "exact (ms)", "exact / default", "processor time, exact / default")
+    return table(head, rows)
+
+
 def consistency(figures: Figures) -> str:
     """Relative deviation of the loss after a loss of a rank, by mode."""
     titles = {

@@ -53,9 +53,9 @@ double squares(std::uintptr_t values, std::size_t count) {
   return es::sum_of_squares(at<const float>(values), count);
 }
 
-unsigned fold(std::uintptr_t grad, std::uintptr_t sum, std::size_t count, double scale, double limit) {
+unsigned fold(std::uintptr_t grad, std::uintptr_t sum, std::size_t count, double scale, double limit, bool first) {
   if (!(limit <= es::kLargestContribution)) throw py::value_error("limit must be at most 2^51");
-  return es::fold(at<float>(grad), at<std::int64_t>(sum), count, scale, limit);
+  return es::fold(at<const float>(grad), at<std::int64_t>(sum), count, scale, limit, first);
 }
 
 void unfold(std::uintptr_t sum, std::uintptr_t out, std::size_t count, double scale) {
@@ -75,6 +75,7 @@ PYBIND11_MODULE(_state, m) {
         py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
   m.def("round_to_bf16", &bf16, free_gil, py::arg("source"), py::arg("target"), py::arg("count"));
   m.def("sum_of_squares", &squares, free_gil, py::arg("values"), py::arg("count"));
-  m.def("fold", &fold, free_gil, py::arg("grad"), py::arg("sum"), py::arg("count"), py::arg("scale"), py::arg("limit"));
+  m.def("fold", &fold, free_gil, py::arg("grad"), py::arg("sum"), py::arg("count"), py::arg("scale"), py::arg("limit"),
+        py::arg("first"));
   m.def("unfold", &unfold, free_gil, py::arg("sum"), py::arg("out"), py::arg("count"), py::arg("scale"));
 }

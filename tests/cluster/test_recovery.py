@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 import pytest
@@ -73,6 +74,15 @@ def test_exact_mode_ends_with_the_same_bits(point: str) -> None:
     check(cluster)
     reference = run("steps=4 exact=on").finished[0]
     assert {process.norm for process in cluster.finished} == {reference.norm}
+
+
+@pytest.mark.parametrize("point", ["mid_backward", "before_reduce"])
+def test_exact_mode_refuses_a_gradient_that_is_not_finite_as_the_default_does(point: str) -> None:
+    """The step is computed again, and the fault, which happens once, leaves no trace."""
+    cluster = run(f"dp3 steps=3 seed=1 exact=on nonfinite:rank=1,step=2,point={point}")
+    check(cluster)
+    votes = Counter((passed.rank, passed.step) for passed in cluster.passed if passed.point == "before_vote")
+    assert votes == {(rank, step): 2 if step == 2 else 1 for rank in range(3) for step in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("point", ["mid_update", "after_update", "mid_gather"])

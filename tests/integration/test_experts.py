@@ -87,7 +87,7 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "two share, each cut, three axes": (8, 2, 2, (*SHARED, "--sequence-parallel", *BIAS, *DENSE_FIRST)),
     "jitter, four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE, "--moe-input-jitter-eps", "0.1")),
     "jitter, cut sequence": (4, 2, 1, ("--sequence-parallel", "--moe-input-jitter-eps", "0.1")),
-    "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
+    "exact": (4, 1, 2, ("--elastic-exact",)),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
 EACH_TIME = ("cut sequence", "whole micro-batches", "four share")

@@ -27,7 +27,7 @@ from tests.integration.test_engine_parity import (
 from tests.integration.test_rank_orders import BACK
 
 FURTHER = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3", "--position-embedding-type", "rope")
-FAULTS = f"kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote;{BACK}"
+FAULTS = f"kill:rank=1,step=1,point=mid_backward;kill:rank=2,step=2,point=after_vote;{BACK}"
 PLAIN_ROUNDING = 2e-6
 
 

@@ -34,7 +34,7 @@ JOBS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     ),
     "recompute of projections": (1, 2, ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj")),
     "experts": (1, 2, ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.01")),
-    "exact": (1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
+    "exact": (1, 2, ("--elastic-exact",)),
 }
 """Name → tensor-parallel size, stages, and flags; four ranks."""
 

@@ -31,7 +31,7 @@ LAYERS: list[dict[str, Any]] = [
     {"attention": FULL, "ffn": {"ffn_hidden_size": None, "no_op": True}},
     {"attention": NONE | {"replace_with_linear": True}, "ffn": {"ffn_hidden_size": 128}},
 ]
-FAULTS = f"kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote;{BACK}"
+FAULTS = f"kill:rank=1,step=1,point=mid_backward;kill:rank=2,step=2,point=after_vote;{BACK}"
 
 
 def shapes(folder: Path, layers: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def test_losses_are_megatrons_and_ranks_may_be_lost_in_any_set(tmp_path: Path, s
     faults = "kill:rank=2,step=2,point=in_evaluate,nth=5;kill:rank=1,step=4,point=in_evaluate,nth=15"
     job = killed(tmp_path / "killed", sets, flags, faults)
     assert {record.fields["lost_rank"] for record in job.of("loss")} == {1, 2}
-    assert set(re.findall(r"joined by (\d+)", job.output)) == {"1", "2"}
+    assert re.findall(r"joined by (\d+)", job.output)[0] == "2", "it takes part in the evaluations of step 4"
     assert validation_losses(job.output) == pytest.approx(reference, rel=ROUNDING)
 
 

@@ -32,8 +32,9 @@ from tools.bench._common import print_result
 from tools.bench._jobs import LAUNCH, ROOT, faults, finished
 
 MAX_DILATION = 0.02
-BEFORE, AFTER = 1, 1
-"""Measured steps on either side of the loss; one more warms up. Waits are timed, so that few tell as much as many."""
+BEFORE, AFTER = 3, 1
+"""Measured steps on either side of the loss; one more warms up. Waits are timed, so that few tell as much as many. In
+the first steps all ranks plan for losses at once, on as many cores as there are."""
 SETTLING = 3
 """Steps after the loss in which copies are made anew: they begin to move after the vote of the interrupted step, and
 count two or three boundaries later. Neither measured nor hidden (``unsettled_s``)."""

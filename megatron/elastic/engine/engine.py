@@ -309,7 +309,10 @@ class Engine:
         gradients = self.tools.arena.gradients
         if not gradients.numel():
             raise InjectedFault(f"nonfinite: rank {self.view.rank} has no gradients")
-        gradients[0] = math.inf
+        if self.tools.exact is not None:
+            self.tools.exact.spoil()
+        else:
+            gradients[0] = math.inf
 
     def close(self) -> None:
         """Stop background work and restore this rank's clock before it leaves. Idempotent."""

@@ -15,7 +15,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
-from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, whole_microbatches
 from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.compute.piece_times import clock_of
 from megatron.elastic.engine.engine import Engine
@@ -41,6 +41,7 @@ from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.crews import crewed
+from megatron.elastic.plan.dataflow import microbatches
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace
 from megatron.elastic.plan.policies.registry import Choice, choice_of, policy_named
@@ -165,12 +166,13 @@ def _planning(job: EngineParts, arena: Arena) -> tuple[Choice, ExactGradients | 
     """Return what answers with a plan, and the gradient sums of exact mode if it is on."""
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     policy = policy_named(job.config.policy)
-    choose = crewed(job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches))
+    cut = per_token and not job.settings.whole_microbatches and not job.config.exact
+    choose = crewed(job.choose or choice_of(policy, split, cut))
     if not job.config.exact:
         return choose, None
-    exact = ExactGradients(arena, job.launch_topology.grid.global_batch_size)
+    exact = ExactGradients(arena, microbatches(job.launch_topology.grid))
     job.interface.separate_uses(exact.contribute)
-    return one_sample_pieces(choose), exact
+    return whole_microbatches(choose), exact
 
 
 def _tools(

@@ -107,7 +107,6 @@ def work(training: bool = True) -> Pass:
         ignore,
         ignore,
         Timeline(),
-        ignore,
         lambda units: nullcontext(),
         ignore,
         lambda: 0,

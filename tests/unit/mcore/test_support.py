@@ -124,18 +124,15 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(asked: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "config", "asked", "named"),
+    ("platform", "config", "named"),
     [
-        ("cuda", ElasticConfig(exact=True), {"micro_batch_size": 1}, "--elastic-exact"),
-        ("cpu", ElasticConfig(exact=True), {"micro_batch_size": 2}, "add --calculate-per-token-loss"),
-        ("cpu", ElasticConfig(exact=True, policy="torchft"), {"micro_batch_size": 1}, "--elastic-policy torchft"),
+        ("cuda", ElasticConfig(exact=True), "--elastic-exact"),
+        ("cpu", ElasticConfig(exact=True, policy="torchft"), "--elastic-policy torchft"),
     ],
 )
-def test_what_exact_mode_cannot_keep_is_refused(
-    platform: str, config: ElasticConfig, asked: dict[str, Any], named: str
-) -> None:
+def test_what_exact_mode_cannot_keep_is_refused(platform: str, config: ElasticConfig, named: str) -> None:
     with pytest.raises(BadInput, match=named):
-        check(plain(calculate_per_token_loss=False, **asked), config, platform, [])
+        check(plain(), config, platform, [])
 
 
 def test_device_memory_for_state_needs_a_device() -> None:
@@ -154,9 +151,10 @@ def test_a_policy_of_smaller_groups_needs_groups_that_live_on() -> None:
     check(plain(tensor_model_parallel_size=1), parking, "cpu", [])
 
 
-@pytest.mark.parametrize("asked", [{"micro_batch_size": 1}, {"micro_batch_size": 4, "calculate_per_token_loss": True}])
-def test_exact_mode_takes_batches_that_are_made_of_samples(asked: dict[str, Any]) -> None:
-    check(plain(**asked), ElasticConfig(exact=True), "cpu", [])
+@pytest.mark.parametrize("asked", [{}, {"calculate_per_token_loss": True}, EXPERTS])
+def test_exact_mode_takes_microbatches_of_any_size_and_loss(asked: dict[str, Any]) -> None:
+    """What is computed from a micro-batch as a whole is its own: its mean, and the balance of its experts."""
+    check(plain(**{**asked, "micro_batch_size": 4}), ElasticConfig(exact=True), "cpu", [])
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
@@ -254,18 +252,17 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "words"),
+    ("given", "words"),
     [
-        ({"sequence_parallel": False}, ElasticConfig(), "--num-experts .* --sequence-parallel"),
-        ({"add_bias_linear": True}, ElasticConfig(), "--num-experts.* --disable-bias-linear"),
-        ({"micro_batch_size": 2}, ElasticConfig(exact=True), "--elastic-exact .* --micro-batch-size 1"),
+        ({"sequence_parallel": False}, "--num-experts .* --sequence-parallel"),
+        ({"add_bias_linear": True}, "--num-experts.* --disable-bias-linear"),
     ],
 )
-def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], config: ElasticConfig, words: str) -> None:
+def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], words: str) -> None:
     whole = {"micro_batch_size": 1, "calculate_per_token_loss": True, **EXPERTS}
-    check(plain(**whole), config, "cpu", [])
+    check(plain(**whole), ElasticConfig(), "cpu", [])
     with pytest.raises(BadInput, match=words):
-        check(plain(**{**whole, **given}), config, "cpu", [])
+        check(plain(**{**whole, **given}), ElasticConfig(), "cpu", [])
 
 
 @pytest.mark.parametrize(

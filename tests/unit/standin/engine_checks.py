@@ -152,20 +152,26 @@ def check_dropout_masks_are_those_of_the_host() -> None:
 
 
 def exact_sum(device: str) -> tuple[list[float], list[int]]:
-    """The exact sum of three gradients of an arena on ``device``, and the integers it was added from."""
+    """The exact sum of gradients of two parameters of an arena on ``device``, and the integers it was added from."""
     made = torch.Generator().manual_seed(1)
     gradients = torch.zeros(50, device=device)
-    arena = SimpleNamespace(gradients=gradients, has_local=False, place_of=lambda unit, name: (10, 20))
+    arena = SimpleNamespace(
+        gradients=gradients,
+        slices={},
+        has_local=False,
+        places=lambda: [(0, 10), (10, 20), (20, 50)],
+        place_of=lambda unit, name: (10, 20),
+        gradient_views=dict,
+        hand_over=lambda receiver: None,
+    )
     exact = ExactGradients(cast(Any, arena), 3)
     exact.begin(resolutions(1.0)[0])
     for _ in range(3):
-        gradients += torch.randn(50, generator=made).to(device)
-        exact.fold()
-        assert gradients.abs().sum().item() == 0
+        exact.add(20, torch.randn(30, generator=made).to(device))
     exact.contribute(0, "shared", torch.randn(10, generator=made).to(device))
-    sums: list[int] = []
-    exact.reduce(0, 50, lambda values: sums.extend(values.tolist()))
-    return gradients.tolist(), sums
+    exact.views()
+    exact.total(0, 50)
+    return gradients.tolist(), exact.sums(0, 50).tolist()
 
 
 def check_exact_sums_of_device_gradients_have_the_bits_of_the_hosts() -> None:

@@ -13,7 +13,9 @@ reduced; :meth:`Arena.collect` reads its value from them after they are gathered
 
 Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
 unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
-backward passes of non-fp32 parameters.
+backward passes of non-fp32 parameters. After :meth:`Arena.hand_over` gradients are
+added up elsewhere, each as soon as autograd has it, and ``param.grad`` is always
+``None`` between backward passes.
 
 The held part can change between steps (:meth:`Arena.hold`): the arena is laid out
 anew and spaces that stay are copied. Both layouts exist meanwhile.
@@ -33,7 +35,10 @@ from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInte
 from megatron.elastic.state.coverage import Overlap, add, read
 from megatron.elastic.state.layout import ALIGN, ParamSlot, ParamSpec, StateBlock, UnitLayout, UnitShard
 
-__all__ = ["Arena", "HeldPart", "UnitSlice"]
+__all__ = ["Arena", "HeldPart", "Receiver", "UnitSlice"]
+
+Receiver = Callable[[int, torch.Tensor], None]
+"""Takes the gradient of one parameter from one backward pass, with the first element of its place in the arena."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Arena:
         self.built = held
         """The part that the model was built for at the start of this process."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._receiver: Receiver | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._places: dict[tuple[int, str], tuple[int, int]] = {}
@@ -229,6 +235,18 @@ class Arena:
         """Return the elements ``[start, stop)`` of the arena where the gradient of a held parameter accumulates."""
         return self._places[unit, name]
 
+    def places(self) -> Collection[tuple[int, int]]:
+        """Return the places of the gradients of all held parameters (:meth:`place_of`)."""
+        return self._places.values()
+
+    def hand_over(self, receiver: Receiver) -> None:
+        """From now on, pass gradients to ``receiver`` and do not add them to :attr:`gradients`."""
+        self.release()
+        self._receiver = receiver
+        for unit, views in self._views.items():
+            for item, view in zip(self._interface.unit_parameters(unit), views, strict=True):
+                self._attach(item.parameter, view)
+
     def _adopt(self, unit: int, item: UnitParameter, keep: bool) -> torch.Tensor:
         """Move one parameter's storage into the arena, its value too (``keep``); returns its fp32 gradient view."""
         start, stop = self._places[unit, item.spec.name]
@@ -238,11 +256,20 @@ class Arena:
             if keep and item.parameter.numel():  # else its storage was freed earlier
                 value.copy_(item.parameter)
             item.parameter.data = value
-        if self.dtype == torch.float32:
-            item.parameter.grad = gradient
-        else:
-            self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
+        self._attach(item.parameter, gradient)
         return gradient
+
+    def _attach(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Let autograd's gradients of ``parameter`` go to the receiver, or else be added to the view ``gradient``."""
+        if self._receiver is not None:
+            parameter.grad = None
+            hook = _pass_on(self._receiver, int(gradient.storage_offset()))
+        elif self.dtype == torch.float32:
+            parameter.grad = gradient
+            return
+        else:
+            hook = _accumulate_into(gradient)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def spread(self, values: torch.Tensor, units: Collection[int] | None = None) -> None:
         """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it.
@@ -272,7 +299,12 @@ class Arena:
         return remote
 
     def zero_gradients(self) -> None:
-        """Zero all gradients before a step, and attach fp32 views again that a ``zero_grad`` call dropped."""
+        """Zero all gradients before a step, and attach fp32 views again that a ``zero_grad`` call dropped.
+
+        Nothing is accumulated here, and nothing zeroed, if there is a receiver.
+        """
+        if self._receiver is not None:
+            return
         self.gradients.zero_()
         if self.dtype == torch.float32:
             for unit, views in self._views.items():
@@ -280,8 +312,12 @@ class Arena:
                     item.parameter.grad = view
 
     def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient that was computed outside of autograd, as autograd adds its own."""
-        self._view_of[parameter].add_(gradient)
+        """Add a gradient that was computed outside of autograd, or pass it to the receiver, like those of autograd."""
+        view = self._view_of[parameter]
+        if self._receiver is None:
+            view.add_(gradient)
+        else:
+            self._receiver(int(view.storage_offset()), gradient)
 
     @contextmanager
     def watching(self, units: Collection[int], told: Callable[[int], None]) -> Iterator[None]:
@@ -365,10 +401,19 @@ def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.
     return kinds.pop() if kinds else None
 
 
-def _accumulate_into(gradient: torch.Tensor):  # type: ignore[no-untyped-def]
-    def hook(parameter: torch.nn.Parameter) -> None:
+def _accumulate_into(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             gradient.add_(parameter.grad)
             parameter.grad = None
+
+    return hook
+
+
+def _pass_on(receiver: Receiver, start: int) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad, None
+            receiver(start, gradient)
 
     return hook

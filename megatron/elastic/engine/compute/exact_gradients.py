@@ -1,10 +1,16 @@
-"""Gradients whose sum has the same bits for any distribution of the samples over ranks (docs/design.md §8).
+"""Gradients whose sum has the same bits for any distribution of the micro-batches over ranks (docs/design.md §8).
 
-Activations and input gradients of a sample do not depend on the rank or on the other
-samples of the piece; sums over samples do. In exact mode a piece is therefore one sample. Its
-parameter gradients are rounded once to 64-bit fixed point. Everything after that is
-integer addition: over the samples of a rank, over the ranks of a cell, over the cells of
-a unit group. Only the total is converted to fp32 again.
+The activations and gradients of one micro-batch do not depend on the rank that computes it:
+it makes the same calls on tensors of the same shapes. Sums over micro-batches depend on their
+order. In exact mode a piece is therefore a whole micro-batch of the launch's grid, whose rows
+are the same for every data-parallel size. Its parameter gradients are rounded once to 64-bit
+fixed point. Everything after that is integer addition: over the micro-batches of a rank, over
+the ranks of a cell, over the cells of a unit group. Only the total is converted to fp32 again,
+by the ranks that receive it.
+
+A gradient is converted and added when autograd has it (:meth:`Arena.hand_over`): it is then
+still in the processor's caches, and no fp32 sum is written and read again. The first
+contribution of a pass replaces the sum of the pass before, which is therefore not zeroed.
 
 Each use of a shared weight is a contribution of its own: tied embeddings give the
 same bits whether both ends are on one cell or on two.
@@ -17,18 +23,19 @@ step's data alone, so every run does the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megatron.elastic import _state
-from megatron.elastic.engine.compute.buffers import Arena
-from megatron.elastic.plan.model import Grid, Plan, Profile, Topology
+from megatron.elastic.engine.compute.buffers import Arena, UnitSlice
+from megatron.elastic.plan.dataflow import PlanError, microbatch_rows
+from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.policies.registry import Choice
+from megatron.elastic.state.layout import UnitShard
 
-__all__ = ["ExactGradients", "OutOfRange", "one_sample_pieces", "resolutions"]
+__all__ = ["ExactGradients", "OutOfRange", "resolutions", "whole_microbatches"]
 
 _FINEST = 36
 """Binary places of the first attempt, before the loss scale; 2^-36 is fp32's own step at 2^-13."""
@@ -49,63 +56,83 @@ def resolutions(loss_scale: float) -> list[int]:
     return [finest - _COARSER * attempt for attempt in range(_ATTEMPTS)]
 
 
-def one_sample_pieces(choice: Choice) -> Choice:
-    """Return ``choice`` on a grid of single samples."""
+def whole_microbatches(choice: Choice) -> Choice:
+    """Return ``choice``, which raises ``PlanError`` where a plan cuts or mixes micro-batches."""
 
     def choose(topology: Topology, profile: Profile) -> Plan:
-        grid = topology.grid
-        single = Grid(grid.global_batch_size, 1, grid.data_parallel_size)
-        return choice(replace(topology, grid=single), profile)
+        plan = choice(topology, profile)
+        for piece in plan.pieces:
+            if piece.rows != microbatch_rows(plan.grid, plan.grid.nominal_microbatch(piece.rows[0])):
+                raise PlanError(f"--elastic-exact adds up whole micro-batches; a piece has rows {list(piece.rows)}")
+        return plan
 
     return choose
 
 
 class ExactGradients:
-    """The sums of one rank, one int64 an element of the arena. ``uses``: most uses of one weight in the model.
+    """The sums of one rank, one int64 an element of the arena.
 
-    They are kept and added on the host, also where the arena is on a device.
+    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model.
+
+    From now on the arena hands its gradients over to it. Sums are kept and added on the host, also where the arena is
+    on a device.
     """
 
-    def __init__(self, arena: Arena, samples: int, uses: int = 2) -> None:
+    def __init__(self, arena: Arena, microbatches: int, uses: int = 2) -> None:
         self._arena = arena
-        # Sums of `samples · uses` contributions must stay below 2^62.
-        self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(samples * uses)))
+        # Sums of `microbatches · uses` contributions must stay below 2^62.
+        self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
         self._sums = torch.zeros(0, dtype=torch.int64)
+        self._laid_out: Mapping[UnitShard, UnitSlice] | None = None
+        self._stops: dict[int, int] = {}
+        """Start → stop of the places of parameters."""
+        self._unset: set[int] = set()
+        """Starts of places without a contribution in this pass: their sums are still those of another pass."""
         self._scale = 1.0
         self._flags = 0
         self._finite = True
+        arena.hand_over(self.add)
 
     def begin(self, places: int) -> None:
-        """Begin a pass: set sums to zero; contributions are rounded to ``2^-places``.
+        """Begin a pass: forget all sums; contributions are rounded to ``2^-places``.
 
         Raises ``ValueError`` in a cell of another size than at the launch: its partial sums are other numbers.
         """
         if self._arena.has_local:
             raise ValueError("--elastic-exact cannot go on with another tensor-parallel size: it is part of the bits")
-        if self._sums.shape != self._arena.gradients.shape:
+        if self._laid_out is not self._arena.slices:  # padding, which no contribution sets, must be zero
+            self._laid_out = self._arena.slices
             self._sums = torch.zeros(self._arena.gradients.shape, dtype=torch.int64)
-        else:
-            self._sums.zero_()
+            self._stops = dict(self._arena.places())
+        self._unset = set(self._stops)
         self._scale, self._flags, self._finite = math.ldexp(1.0, places), 0, True
 
-    def fold(self) -> None:
-        """Add the arena's gradients of a backward pass to the sums, and set them to zero."""
-        gradients = self._arena.gradients
-        self._fold(gradients.cpu(), self._sums)  # on a CPU the same tensor, which the fold sets to zero
-        if gradients.device.type != "cpu":
-            gradients.zero_()
+    def add(self, start: int, gradient: torch.Tensor) -> None:
+        """Add a contribution to the place of a parameter that begins at ``start``; ``gradient`` is left as it is.
+
+        Raises ``RuntimeError`` if the arena was laid out anew since the pass began, ``ValueError`` for another size.
+        """
+        if self._laid_out is not self._arena.slices:
+            raise RuntimeError("a gradient was computed outside of a pass")
+        values = gradient.detach().to("cpu", torch.float32).contiguous()
+        if start + values.numel() != self._stops[start]:
+            raise ValueError(f"{values.numel()} gradients for elements [{start}, {self._stops[start]}) of the arena")
+        first = start in self._unset
+        self._unset.discard(start)
+        target = self._sums.data_ptr() + start * self._sums.itemsize
+        self._flags |= _state.fold(values.data_ptr(), target, values.numel(), self._scale, self._limit, first)
 
     def contribute(self, unit: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of one use of a parameter that has several uses."""
-        start, stop = self._arena.place_of(unit, name)
-        self._fold(gradient.detach().to("cpu", torch.float32, copy=True).reshape(-1), self._sums[start:stop])
+        self.add(self._arena.place_of(unit, name)[0], gradient)
 
-    def _fold(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
-        count = gradient.numel()
-        self._flags |= _state.fold(gradient.data_ptr(), sums.data_ptr(), count, self._scale, self._limit)
+    def spoil(self) -> None:
+        """Act as if a contribution of this rank had not been finite (fault injection)."""
+        self._flags, self._finite = self._flags | _NOT_FINITE, False
 
     def views(self) -> Mapping[int, Sequence[torch.Tensor]]:
         """Return the sums of each parameter, in its shape, per unit, for addition within a cell."""
+        self._end()
         views: dict[int, list[torch.Tensor]] = {}
         for unit, gradients in self._arena.gradient_views().items():
             starts = [view.storage_offset() for view in gradients]
@@ -117,26 +144,37 @@ class ExactGradients:
 
     def agreed(self, world: dist.ProcessGroup) -> bool:
         """Return whether all contributions of all ranks were in range. Collective; call before gradients are kept."""
+        self._end()
         flags = torch.tensor([self._flags & _OUT_OF_RANGE, self._flags & _NOT_FINITE])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world)
         self._finite = not bool(flags[1])
         return not self._finite or not bool(flags[0])
 
+    def _end(self) -> None:
+        """Set the sums of parameters without a contribution in this pass to zero."""
+        for start in self._unset:
+            self._sums[start : self._stops[start]].zero_()
+        self._unset.clear()
+
     def withhold(self, start: int, stop: int) -> None:
         """Contribute nothing to the sums of ``[start, stop)`` of the arena: another rank of the cell does."""
         self._sums[start:stop].zero_()
 
-    def reduce(self, start: int, stop: int, reduce_blocks: Callable[[torch.Tensor], None]) -> None:
-        """Sum ``[start, stop)`` of the arena over a unit group, and write the sum as fp32 to the arena's gradients.
+    def sums(self, start: int, stop: int) -> torch.Tensor:
+        """Return the sums of ``[start, stop)`` of the arena, a view, for addition over a unit group."""
+        return self._sums[start:stop]
 
-        If a contribution of any rank was not finite, all gradients become NaN, and the vote refuses the step.
+    def total(self, start: int, stop: int) -> None:
+        """Write the sums of ``[start, stop)`` of the arena, which are those of all ranks now, to its gradients as fp32.
+
+        If a contribution of any rank was not finite, these gradients become NaN, and the vote refuses the step.
         """
         sums, gradients = self._sums[start:stop], self._arena.gradients[start:stop]
-        reduce_blocks(sums)
+        if not self._finite:
+            gradients.fill_(math.nan)
+            return
         on_host = gradients.device.type == "cpu"
         summed = gradients if on_host else torch.empty(gradients.shape, dtype=torch.float32)
         _state.unfold(sums.data_ptr(), summed.data_ptr(), sums.numel(), self._scale)
         if not on_host:
             gradients.copy_(summed)
-        if not self._finite:
-            gradients.fill_(math.nan)

@@ -39,7 +39,7 @@ from megatron.elastic.engine.compute.sequence_cut import SequenceCut, taken
 from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
-from megatron.elastic.plan.schedule.finishing import GRADIENT_OPS, final_actions
+from megatron.elastic.plan.schedule.finishing import final_actions
 
 __all__ = ["Executor", "Pass", "PassResult"]
 
@@ -62,8 +62,6 @@ class Pass:
     """Called after every computation with a function that waits for it and returns its nanoseconds; sleeps on a rank
     that is slowed by fault injection."""
     timeline: Timeline
-    folded: Callable[[], None]
-    """Called after each backward of a piece (exact mode then adds up its gradients)."""
     final: Callable[[frozenset[int]], AbstractContextManager[None]]
     """Entered around the action after which the gradients of these compute units are final."""
     between: Callable[[], None]
@@ -186,8 +184,6 @@ class Executor:
                 if work.training or action.op not in _BACKWARD_OPS:
                     with work.final(self._final.get(index, frozenset())):
                         self._perform(action, work, result)
-                if action.op in GRADIENT_OPS:
-                    work.folded()
                 work.between()
             if self._deferred:
                 raise RuntimeError(f"the schedule computes no weight gradients for pieces {sorted(self._deferred)}")

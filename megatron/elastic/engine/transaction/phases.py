@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
-from megatron.elastic.engine.compute.exact_gradients import OutOfRange, resolutions
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
 from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
@@ -166,7 +165,6 @@ class StepBody:
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
             expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
-            folded=tools.exact.fold if tools.exact is not None and training else _nothing,
             final=_at_no_end if behind is None else behind.final,
             between=_nothing if behind is None else behind.advance,
             aside=lambda: sum(one.aside_ns for one in (behind, gathering) if one is not None),
@@ -220,20 +218,27 @@ class StepBody:
         tools = self._tools
         tools.arena.spread(tools.arena.gradients)
         for start, stop in self._view.silent:
-            # x + -0.0 is x for every x, zeros included.
-            tools.arena.gradients[start:stop].fill_(-0.0)
             if tools.exact is not None:
                 tools.exact.withhold(start, stop)
+            else:  # x + -0.0 is x for every x, zeros included.
+                tools.arena.gradients[start:stop].fill_(-0.0)
         for span in self._view.spans:
             if span is self._view.spans[-1]:
                 tools.reach("mid_reduce", key.step + 1)
             tools.publish("reduce", span.members)
             if tools.exact is not None:
-                tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
+                self._reduce_exactly(tools.exact, span)
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         here = [block for block in self._view.owned if self._computes(block)]
         tools.pool.retain_all(key, {block.key: tools.arena.block_gradients(block) for block in here})
+
+    def _reduce_exactly(self, exact: ExactGradients, span: GroupSpan) -> None:
+        """Sum the integers of a span, and convert those of this rank's blocks."""
+        self._reduce_scatter(span, exact.sums(span.start, span.stop))
+        for block in span.blocks:
+            if block.owner == self._view.rank:
+                exact.total(span.start + block.start, span.start + block.stop)
 
     def _relay(self, key: GradientKey) -> None:
         """Send sums from delegates to the owners that do not compute the units."""

@@ -223,7 +223,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)
     if args.num_experts:
-        yield from _expert_faults(args, config, platform)
+        yield from _expert_faults(args, platform)
 
 
 def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
@@ -235,16 +235,11 @@ def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         )
 
 
-def _expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
+def _expert_faults(args: Namespace, platform: str) -> Iterator[str]:
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         yield "--num-experts with tensor parallelism trains with --sequence-parallel only: add it"
     if platform == "cpu" and args.add_bias_linear:
         yield "--num-experts: Megatron's own layers (a CPU's) have experts without biases: add --disable-bias-linear"
-    if args.elastic and config.exact and (args.micro_batch_size or 1) > 1:
-        yield (
-            "--elastic-exact computes sample by sample, and experts are balanced over a micro-batch of "
-            f"{args.micro_batch_size}: use --micro-batch-size 1"
-        )
 
 
 def _expert_part_faults(args: Namespace) -> Iterator[str]:
@@ -265,7 +260,7 @@ def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str)
     """Yield what does not hold where ranks share experts."""
     size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
     if config.exact:
-        yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
+        yield f"--elastic-exact adds up gradients by micro-batch, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":
         yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
     if getattr(args, "use_tp_pp_dp_mapping", False) and (args.pipeline_model_parallel_size or 1) > 1:
@@ -287,7 +282,7 @@ def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     if getattr(args, "multi_latent_attention", False):
         yield f"{size} with --multi-latent-attention is not supported with --elastic: leave one of the two out"
     if config.exact:
-        yield f"--elastic-exact adds up gradients by sample, and with {size} a rank has parts of them: leave one out"
+        yield f"--elastic-exact is not supported beside {size}, where a rank has a part of each sample: leave one out"
     if getattr(args, "window_size", None):
         yield f"{size} with --window-size: Megatron's own layers mask by the place in a tensor: leave one of them out"
     if args.position_embedding_type == "mrope":
@@ -306,11 +301,6 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
         return
     if platform != "cpu":
         yield "--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out"
-    if (args.micro_batch_size or 1) > 1 and not args.calculate_per_token_loss:
-        yield (
-            "--elastic-exact computes sample by sample, and the mean over a micro-batch of "
-            f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1"
-        )
     if not policy_named(config.policy).keeps_batch:
         yield (
             f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
