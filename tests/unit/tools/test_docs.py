@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ElasticConfig, flag_name
-from tools import memory_table, version_table
+from tools import memory_table, peer_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_docs import SECTIONS
 from tools.benchmark_docs import page as benchmarks_page
@@ -72,12 +72,10 @@ def test_a_file_without_a_section_is_refused(tmp_path: Path) -> None:
         benchmarks_page(tmp_path)
 
 
-def test_the_readme_quotes_the_recorded_recovery() -> None:
-    killed = json.loads((ROOT / "docs" / "measured" / "recovery.json").read_text())["kill"]["elastic"]
-    overhead, step = killed["overhead_s"]["median"], killed["normal_step_s"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"| megatron-elastic | {overhead + step:.2f} |" in readme
-    assert f"a normal step of {step:.2f} s and {overhead:.2f} s of overhead" in readme
+def test_the_readme_has_the_recorded_comparison_with_peers() -> None:
+    figures = json.loads((ROOT / "docs" / "measured" / "peers.json").read_text(encoding="utf-8"))
+    table = peer_tables.readme(figures)
+    assert len(table.splitlines()) > 5 and table in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_has_the_versions_that_were_run() -> None:
