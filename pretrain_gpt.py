@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
@@ -38,7 +38,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.elastic.mcore.args.preflight import check_tokens, check_validation
-from megatron.elastic.mcore.patching.compat import batch_on_this_rank, run
+from megatron.elastic.mcore.patching.compat import batch_on_this_rank, predicts_here, run
 
 Batch = tuple[torch.Tensor | None, ...]
 
@@ -50,6 +50,8 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
         raise ValueError("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
     if args.spec is not None:
         return import_module(args.spec)
+    if getattr(config, "heterogeneous_block_specs", False):
+        return get_gpt_heterogeneous_layer_spec(config, transformer_engine, vp_stage=vp_stage)
     if args.num_experts:
         return get_gpt_decoder_block_spec(
             config, transformer_engine, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
@@ -107,7 +109,7 @@ def holds_mtp(vp_stage: int | None) -> bool:
     args = get_args()
     if args.mtp_num_layers is None:
         return False
-    return bool(mtp_on_this_rank(core_transformer_config_from_args(args), ignore_virtual=False, vp_stage=vp_stage))
+    return predicts_here(core_transformer_config_from_args(args), vp_stage)
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:

@@ -23,6 +23,7 @@ select("cpu").prepare()
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -59,7 +60,7 @@ def gpt_config(
     dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> TransformerConfig:
-    """``recompute``: 'full', 'selective' or None; ``more``: further fields."""
+    """``recompute``: 'full', 'selective' or None; ``more``: further fields, also those of layers of many shapes."""
     full = recompute == "full"
     fields: dict[str, Any] = {
         "num_layers": layers,
@@ -85,7 +86,8 @@ def gpt_config(
         "recompute_method": "uniform" if full else None,
         "recompute_num_layers": 1 if full else None,
     }
-    return TransformerConfig(**(fields | more))
+    varied = "heterogeneous_layers_config_encoded_json" in more
+    return (HeterogeneousTransformerConfig if varied else TransformerConfig)(**(fields | more))
 
 
 def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:

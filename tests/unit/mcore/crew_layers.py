@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.unit.small_gpt import answers_of, gpt_config
+from tests.unit.small_gpt import VOCABULARY, answers_of, gpt_config
 
 # isort: split
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.expert_homes import deal_experts, expert_of, join_crew, launch_crew
-from megatron.elastic.mcore.model.ghost import GhostLayer
+from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
+from megatron.elastic.mcore.model.prediction import build_prediction, prediction_spec
 
 EXPERTS, TOP, LENGTH, ROWS, WIDTH = 4, 2, 6, 2, 32
 
@@ -154,6 +156,63 @@ def compute_parts(case: Dealt) -> dict[str, float]:
     }
 
 
+FURTHER = Dealt(((1,), (0, 2, 3)), (ROWS, 0))
+RECOMPUTED: dict[str, str | None] = {"further tokens": None, "further tokens, recomputed": "full"}
+
+
+def predicting_layers(recompute: str | None) -> Any:
+    """Megatron's layers that predict two further tokens, with all experts, the same on each rank."""
+    config = gpt_config(
+        FURTHER,
+        1,
+        0.0,
+        recompute,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=0.0,
+        moe_ffn_hidden_size=16,
+        add_bias_linear=False,
+        mtp_num_layers=2,
+    )
+    layer = get_gpt_layer_local_spec(num_experts=EXPERTS)
+    return build_prediction(prediction_spec(config, layer, False), config, get_default_pg_collection())
+
+
+def further(recompute: str | None) -> dict[str, float]:
+    """Return how far a rank's experts of such layers are from those of one rank with all; the other has no rows."""
+    torch.manual_seed(3)
+    whole = predicting_layers(recompute)
+    rank, crew = dist.get_rank(), Crew((0, 1), FURTHER.homes)
+    mine, experts = predicting_layers(recompute), crew.experts_of(rank)
+    deal_experts(mine, experts, get_default_pg_collection())
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in mine.named_parameters():
+            parameter.copy_(values[expert_of(name, experts)[0]])
+    join_crew(mine, crew, rank, lambda ranks: dist.group.WORLD)  # type: ignore[arg-type, return-value]
+    table = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(5))
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool().expand(ROWS, 1, -1, -1)
+
+    def through(layers: Any) -> torch.Tensor:
+        hidden = micro_batch(0, ROWS, torch.float32)
+        look_up = lambda input_ids, position_ids: table[input_ids].transpose(0, 1).contiguous()  # noqa: E731
+        return layers(tokens, tokens, hidden, mask, embedding=look_up)
+
+    expected = through(whole)
+    expected.square().sum().backward()
+    found = through(mine) if rank == 0 else GhostPrediction(mine)(micro_batch(1, 0, torch.float32))
+    found.square().sum().backward()
+    differences = {"output": apart(found, expected)} if rank == 0 else {}
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for name, parameter in mine.named_parameters():
+        known, expert = expert_of(name, experts)
+        if expert is not None:
+            differences[known] = apart(parameter.grad, gradients[known])
+    return differences
+
+
 def names() -> dict[str, Any]:
     """Names of parameters on a rank that has experts 2 and 5, and the crews of two expert-parallel groups."""
     expert, router = "mlp.experts.local_experts.1.linear_fc1.weight", "mlp.router.weight"
@@ -165,4 +224,6 @@ def names() -> dict[str, Any]:
 if __name__ == "__main__":
     found: dict[str, Any] = {name: answers_of(case, compute, world=len(case.homes)) for name, case in CASES.items()}
     found["parts"] = answers_of(PARTS, compute_parts, world=len(PARTS.homes))
+    for name, how in RECOMPUTED.items():
+        found[name] = answers_of(FURTHER, lambda _, how=how: further(how), world=2)  # type: ignore[misc]
     Path(sys.argv[1]).write_text(json.dumps(found | {"names": names()}))

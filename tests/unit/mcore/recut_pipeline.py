@@ -25,7 +25,8 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt_config
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -37,7 +38,7 @@ from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.mcore.model.dropout import key_dropout
 from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
-from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn, as_stage
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import UnitLayout
 
@@ -47,6 +48,17 @@ NOMINAL = (0, 3, UNITS)
 STAGES = len(NOMINAL) - 1
 INTERLEAVED = (0, 2, 3, 4, UNITS)
 """Megatron's cut with two model chunks a stage: they take turns."""
+SHAPES = json.dumps(
+    {
+        "block_configs": [
+            {"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 64}},
+            {"attention": {"num_query_groups": None, "no_op": True}, "mlp": {"ffn_hidden_size": 96}},
+            {"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": None, "no_op": True}},
+            {"attention": {"num_query_groups": None, "replace_with_linear": True}, "mlp": {"ffn_hidden_size": 128}},
+        ]
+    }
+)
+"""Layers with other sizes, without attention, without an MLP, and with a linear layer instead of attention."""
 CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
 """The cuts that the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
 
@@ -62,6 +74,9 @@ class Case:
     recompute: bool = False
     bf16: bool = False
     interleaved: bool = False
+    shapes: bool = False
+    further: int = 0
+    """Further tokens that are predicted."""
 
     @property
     def launch(self) -> list[tuple[int, int, int]]:
@@ -76,6 +91,10 @@ CASES = (
     Case("bf16", bf16=True),
     Case("interleaved", interleaved=True),
     Case("interleaved, untied, recomputed, bf16", tied=False, recompute=True, bf16=True, interleaved=True),
+    Case("layers of four shapes", shapes=True),
+    Case("layers of four shapes, interleaved, recomputed", recompute=True, interleaved=True, shapes=True),
+    Case("two further tokens", tied=False, further=2),
+    Case("a further token, interleaved, bf16", tied=False, bf16=True, interleaved=True, further=1),
     Case("tp2", tensor_parallel=2),
     Case("tp2, sequence parallel, untied", tensor_parallel=2, sequence_parallel=True, tied=False),
 )
@@ -85,7 +104,32 @@ def config_of(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     recompute = "full" if case.recompute else None
     chunks = {"virtual_pipeline_model_parallel_size": len(case.launch) // STAGES} if case.interleaved else {}
-    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks)
+    more: dict[str, Any] = {"heterogeneous_layers_config_encoded_json": SHAPES} if case.shapes else {}
+    more |= {"mtp_num_layers": case.further} if case.further else {}
+    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks, **more)
+
+
+def model_of(
+    case: Case, config: TransformerConfig, units: tuple[int, int], stage: int, chunk: int | None, groups: Any
+) -> Any:
+    """The chunk of a stage that Megatron builds with ``units`` [first, end)."""
+    spec: Any = get_gpt_layer_local_spec()
+    if case.shapes:
+        spec = get_gpt_heterogeneous_layer_spec(config, vp_stage=chunk, pp_rank=stage)
+    last = get_gpt_mtp_block_spec(config, spec, False, vp_stage=chunk, pp_rank=stage) if case.further else None
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        LENGTH,
+        pre_process=units[0] == 0,
+        post_process=units[1] == UNITS,
+        position_embedding_type="rope" if case.further else "learned_absolute",
+        share_embeddings_and_output_weights=case.tied,
+        mtp_block_spec=last,
+        pg_collection=groups,
+        vp_stage=chunk,
+    )
 
 
 def port_of(case: Case, stage: int) -> GptInterface:
@@ -95,18 +139,9 @@ def port_of(case: Case, stage: int) -> GptInterface:
     groups.pp = GroupStandIn(stage, STAGES)
     chunks = []
     for number, (first, end, _) in enumerate(case.launch[stage::STAGES]):
-        model: Any = GPTModel(
-            config,
-            get_gpt_layer_local_spec(),
-            VOCABULARY,
-            LENGTH,
-            pre_process=first == 0,
-            post_process=end == UNITS,
-            position_embedding_type="learned_absolute",
-            share_embeddings_and_output_weights=case.tied,
-            pg_collection=groups,
-            vp_stage=number if case.interleaved else None,
-        )
+        chunk = number if case.interleaved else None
+        with as_stage(stage, STAGES, config.virtual_pipeline_model_parallel_size):
+            model = model_of(case, config, (first, end), stage, chunk, groups)
         key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -117,6 +152,7 @@ def port_of(case: Case, stage: int) -> GptInterface:
         micro_batch_size=SAMPLES,
         pipeline_model_parallel_size=STAGES,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        transformer_impl="local",
     )
     return GptInterface(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.elastic.mcore.model.activations import held_bytes
+from megatron.elastic.mcore.model.layer_specs import sized_as_layer
 
 LAYER, LAST = 2, 5
 
@@ -56,6 +59,8 @@ def test_what_is_recomputed_is_not_held() -> None:
     assert layer(local, 64, recompute_granularity="selective") == layer(fused, 64)
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     assert layer(local, 64, **full) == 64 * 64 * 4, "only its input"
+    spread = {"distribute_saved_activations": True, "tensor_model_parallel_size": 2}
+    assert layer(local, 64, **full, **spread) == 64 * 64 * 2, "half of it on each of two ranks"
 
 
 def test_tensor_parallel_ranks_share_what_is_inside_a_layer_and_sequence_parallelism_the_rest() -> None:
@@ -99,3 +104,30 @@ def test_a_rank_of_an_uneven_cell_holds_what_its_local_sizes_need() -> None:
     found = held_bytes(local, part, 64, 334, LAYER, LAST, local=True)
     assert found - outside == (whole - outside) * 3 // 8
     assert held_bytes(local, part, 64, 334, LAST, LAST, local=True) == 2 * 64 * 64 * 4 + 64 * 334 * 4
+
+
+def test_a_layer_of_its_own_shape_holds_what_that_shape_holds() -> None:
+    """Of a part that a layer lacks only the tensors around it are left."""
+    blocks = [
+        {"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 128}},
+        {"attention": {"num_query_groups": None, "no_op": True}, "mlp": {"ffn_hidden_size": 256}},
+        {"attention": {"num_query_groups": 8}, "mlp": {"ffn_hidden_size": None, "no_op": True}},
+        {"attention": {"num_query_groups": 8}, "mlp": {"ffn_hidden_size": 256}},
+    ]
+    varied = HeterogeneousTransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=8,
+        ffn_hidden_size=256,
+        attention_dropout=0.0,
+        masked_softmax_fusion=False,
+        heterogeneous_layers_config_encoded_json=json.dumps({"block_configs": blocks}),
+    )
+    fused = torch.nn.Identity()
+    held = [held_bytes(fused, sized_as_layer(varied, unit), 64, 1000, unit, LAST) for unit in (1, 2, 3, 4)]
+    outside, attention, feed_forward = 64 * 4 * 4 * 64, 64 * 4 * (2 * 64 + 2 * 64), 64 * 4 * 2 * 256
+    fewer_keys = 64 * 4 * 2 * 6 * 8
+    assert held[0] == outside + attention - fewer_keys + feed_forward // 2
+    assert held[1:] == [outside + feed_forward, outside + attention, outside + attention + feed_forward]
+    same = config()
+    assert sized_as_layer(same, 1) is same, "layers of one shape have that of the model"

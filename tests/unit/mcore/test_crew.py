@@ -36,6 +36,14 @@ def test_parts_of_a_sequence_are_routed_and_balanced_as_the_whole(answers: dict[
         assert {"output", "input", "router"} <= differences.keys() and len(differences) == 3 + 4
 
 
+@pytest.mark.parametrize("case", ["further tokens", "further tokens, recomputed"])
+def test_a_rank_without_rows_takes_part_in_layers_of_further_tokens(answers: dict[str, Any], case: str) -> None:
+    for rank, differences in enumerate(answers[case]):
+        assert max(differences.values()) < 1e-5, (rank, differences)
+    compared = [name for differences in answers[case] for name in differences if "experts." in name]
+    assert len(set(compared)) == 2 * 4 * 2, "two layers, four experts, two weights"
+
+
 def test_the_crew_of_the_launch_is_megatrons_deal(answers: dict[str, Any]) -> None:
     whole, cut = answers["names"]["crews"]
     assert whole == [[3, 4, 5], [[0, 1], [2, 3], [4, 5]]]

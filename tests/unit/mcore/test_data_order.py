@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+from megatron.training.training import cyclic_iter
 
 from megatron.elastic.engine.compute.samples import StepAddress
-from megatron.elastic.mcore.loop.data import cyclic_order, sample_order, sequential_order, source_for
+from megatron.elastic.mcore.loop.data import cyclic_order, repeated_order, sample_order, sequential_order, source_for
 from megatron.elastic.plan.model import Grid, Piece
 
 
@@ -58,6 +59,24 @@ def test_the_sequential_order_is_that_of_megatrons_sampler(micro: int, ranks: in
             assert [order(first + row) for row in range(micro)] == batch
     with pytest.raises(IndexError, match=rf"has {total} samples, and sample {total} is due"):
         order(total)
+
+
+@given(total=st.integers(1, 60), micro=st.integers(1, 4), ranks=st.integers(1, 5), batches=st.integers(1, 40))
+def test_a_set_that_is_read_in_full_is_repeated_as_megatron_repeats_it(
+    total: int, micro: int, ranks: int, batches: int
+) -> None:
+    wave = micro * ranks
+    grid = Grid(wave, micro, ranks)
+    if total < wave:
+        with pytest.raises(ValueError, match=f"has {total} samples, fewer than .* = {wave}"):
+            repeated_order(total, grid)
+        return
+    order = repeated_order(total, grid)
+    for rank in range(ranks):
+        theirs = cyclic_iter(MegatronPretrainingSampler(total, 0, micro, rank, ranks))
+        for number, batch in enumerate(islice(theirs, batches)):
+            first = number * wave + rank * micro
+            assert [order(first + row) for row in range(micro)] == batch
 
 
 def test_a_source_reads_the_data_set_in_the_order_of_its_flag() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +58,17 @@ def test_a_gradient_has_the_weight_of_the_step() -> None:
         activation, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
         MoEAuxLossAutoScaler.apply(activation, loss).sum().backward()
         assert loss.grad is not None and loss.grad.item() == weight
+
+
+def test_values_by_layer_go_to_the_writer_and_not_into_the_log_line() -> None:
+    losses, written = LayerLosses(lambda: True), list[tuple[str, float, int]]()
+    for layer, value in ((1, 1.0), (3, 2.0), (1, 4.0)):
+        saving(losses, "z_loss", value, layer)
+    found = losses.take([])
+    assert found == {"z_loss": (7.0, 3.0), "moe/z_loss_layer_0": (5.0, 2.0), "moe/z_loss_layer_2": (2.0, 1.0)}
+    means = {name: total / count for name, (total, count) in found.items()}
+    assert losses.apart({"lm loss": 3.0, **means}) == {"lm loss": 3.0, "z_loss": 7.0 / 3}
+    report = losses.patches()[1].make(moe_utils.track_moe_metrics)
+    writer = SimpleNamespace(add_scalar=lambda *line: written.append(line))
+    assert report(1.0, 9, writer=writer) == ""
+    assert written == [("moe/z_loss_layer_0", 2.5, 9), ("moe/z_loss_layer_2", 2.0, 9)]

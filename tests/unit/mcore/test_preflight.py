@@ -43,6 +43,7 @@ def sizes(**given: Any) -> Namespace:
         "rampup_batch_size": None,
         "skip_train": False,
         "full_validation": False,
+        "multiple_validation_sets": False,
         "train_iters": 10,
         "train_samples": None,
         "eval_interval": 100,
@@ -63,6 +64,7 @@ def test_sizes_that_fit_pass() -> None:
     check_sizes(sizes())
     check_sizes(sizes(num_layers=5, decoder_first_pipeline_num_layers=2))
     check_sizes(sizes(global_batch_size=None))
+    check_sizes(sizes(full_validation=True, multiple_validation_sets=True, eval_interval=None))
     check_sizes(sizes(train_iters=None, train_samples=160))
     check_sizes(sizes(train_iters=None, eval_interval=None, skip_train=True))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2))
@@ -78,6 +80,7 @@ def test_sizes_that_fit_pass() -> None:
     [
         ({"train_iters": None}, ("--train-iters or --train-samples",)),
         ({"eval_interval": None}, ("--eval-interval", "--eval-iters 0")),
+        ({"multiple_validation_sets": True}, ("--multiple-validation-sets", "add --full-validation")),
         ({"world_size": 2}, ("too few ranks", "--tensor-model-parallel-size 2", "--nproc-per-node")),
         ({"world_size": 6}, ("6 ranks", "--pipeline-model-parallel-size 2")),
         ({"num_attention_heads": 7}, ("--num-attention-heads 7", "--tensor-model-parallel-size 2")),

@@ -42,7 +42,6 @@ EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--hybrid-context-parallel", {"hybrid_context_parallel": True}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
-    ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
     ("--fp8-format", {"fp8": "hybrid"}),
@@ -244,8 +243,12 @@ def test_a_layout_with_copies_elsewhere_is_not(world: int, config: ElasticConfig
 
 def test_all_that_is_refused_is_told_at_once() -> None:
     with pytest.raises(BadInput) as caught:
-        check(plain(mtp_num_layers=1, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
-    assert [text.split()[0] for text in caught.value.texts] == ["--mtp-num-layers", "--fp8-format", "--elastic-spares"]
+        check(plain(moe_use_upcycling=True, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
+    assert [text.split()[0] for text in caught.value.texts] == [
+        "--moe-use-upcycling",
+        "--fp8-format",
+        "--elastic-spares",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +317,38 @@ def test_ranks_that_share_experts_may_be_more_or_fewer_than_a_tensor_parallel_gr
     sizes = {"tensor_model_parallel_size": tensor, "expert_tensor_parallel_size": parts}
     shared = {**EXPERTS, **sizes, "expert_model_parallel_size": homes, "use_tp_pp_dp_mapping": mapping}
     check(plain(**shared, pipeline_model_parallel_size=2), ElasticConfig(), "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "words"),
+    [
+        ({**EXPERTS, "moe_router_enable_expert_bias": True}, ElasticConfig(), "--moe-router-enable-expert-bias"),
+        ({"context_parallel_size": 2}, ElasticConfig(), "--context-parallel-size"),
+        ({"heterogeneous_layers_config_path": "x"}, ElasticConfig(), "--heterogeneous-layers-config-path"),
+        ({"pipeline_model_parallel_layout": "Et|L"}, ElasticConfig(), "--pipeline-model-parallel-layout"),
+        ({"position_embedding_type": "learned_absolute"}, ElasticConfig(), "use rope"),
+        ({"untie_embeddings_and_output_weights": False}, ElasticConfig(), "--untie-embeddings-and-output-weights"),
+        ({}, ElasticConfig(exact=True), "--elastic-exact .* uses weights several times"),
+    ],
+)
+def test_further_tokens_that_do_not_hold_are_refused(given: dict[str, Any], config: ElasticConfig, words: str) -> None:
+    further = {
+        "mtp_num_layers": 1,
+        "micro_batch_size": 1,
+        "position_embedding_type": "rope",
+        "pipeline_model_parallel_size": 2,
+        "untie_embeddings_and_output_weights": True,
+        "calculate_per_token_loss": True,
+    }
+    check(plain(**further), ElasticConfig(), "cpu", [])
+    check(
+        plain(**further | {"pipeline_model_parallel_size": 1, "untie_embeddings_and_output_weights": False}),
+        ElasticConfig(),
+        "cpu",
+        [],
+    )
+    with pytest.raises(BadInput, match=words):
+        check(plain(**{**further, **given}), config, "cpu", [])
 
 
 @pytest.mark.parametrize(

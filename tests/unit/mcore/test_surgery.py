@@ -18,6 +18,10 @@ NAMES = (
     "tp2, sequence parallel, untied",
     "interleaved",
     "interleaved, untied, recomputed, bf16",
+    "layers of four shapes",
+    "layers of four shapes, interleaved, recomputed",
+    "two further tokens",
+    "a further token, interleaved, bf16",
 )
 
 
@@ -41,6 +45,8 @@ def test_losses_and_gradients_are_those_of_the_launch(answers: Any, name: str) -
             assert run["loss"] == pytest.approx(launch["loss"], rel=1e-6), run["cut"]
             assert run["grads"].keys() == launch["grads"].keys()
             for unit, gradient in launch["grads"].items():
+                if unit == "0" and not gradient:
+                    continue  # all that the embedding has is the weight that both ends use
                 largest = max(map(abs, gradient))
                 assert largest > 0, f"unit {unit} has no gradient at all"
                 bound = largest * (2e-2 if "bf16" in name else 2e-6)

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, flag_name, plain_type
+from megatron.elastic.mcore.args import yaml_settings
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import engine_policies, policy_help
@@ -91,15 +92,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-def chained(provider: ArgsProvider | None, faults: Faults) -> ArgsProvider:
+def chained(provider: ArgsProvider | None, faults: Faults, warn: Callable[[str], object] = print) -> ArgsProvider:
     """Return the script's own ``extra_args_provider`` followed by ours; the parser's errors become :class:`BadInput`.
 
     Flags that no parser knows are noted in ``faults``, and parsing goes on; other errors are raised. Megatron's
-    parser prints its whole usage (over 700 flags) before an error, and exits with 2.
+    parser prints its whole usage (over 700 flags) before an error, and exits with 2. ``warn`` is told of settings
+    of a YAML file that no flag is named.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         whole = add_arguments(provider(parser) if provider is not None else parser)
+        path = yaml_settings.file_named(sys.argv[1:])
+        if path is not None:
+            for warning in yaml_settings.take_over(whole, path):
+                warn(warning)
         whole.error = functools.partial(  # type: ignore[assignment, method-assign]
             _one_line, whole, faults
         )

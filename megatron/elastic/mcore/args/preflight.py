@@ -76,6 +76,8 @@ def _length_faults(args: Namespace) -> Iterator[str]:
     """Yield flags that Megatron needs to count the samples of a run, and divides by without a look."""
     if not args.skip_train and not args.train_iters and not args.train_samples:
         yield "the length of the training is missing: give --train-iters or --train-samples"
+    if args.multiple_validation_sets and not args.full_validation:
+        yield "--multiple-validation-sets: Megatron evaluates several sets in full only: add --full-validation"
     if not args.skip_train and not args.full_validation and not args.eval_interval:
         yield (
             "--eval-interval is missing or 0, and Megatron counts validation samples by it: give the steps between "
@@ -379,10 +381,11 @@ def check_validation(args: Namespace, training: object, validation: object) -> N
 
     Both are ``None`` if another rank of its tensor-parallel group reads the data.
     """
-    if args.eval_iters and training is not None and validation is None:
+    wanted = "--full-validation" if args.full_validation else f"--eval-iters {args.eval_iters}"
+    if (args.eval_iters or args.full_validation) and training is not None and validation is None:
+        remedy = "leave it out" if args.full_validation else "give --eval-iters 0"
         raise BadInput(
-            f"--split {args.split} leaves nothing for validation, which --eval-iters {args.eval_iters} asks for: "
-            "give it a share, or give --eval-iters 0"
+            f"--split {args.split} leaves nothing for validation, which {wanted} asks for: give it a share, or {remedy}"
         )
 
 

@@ -12,6 +12,7 @@ from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.model.layer_specs import routed_layers
+from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.expert_bias import ExpertBalance
@@ -99,7 +100,7 @@ def engine_settings(
         seed=args.seed,
         hyper=hyper,
         per_token_loss=bool(args.calculate_per_token_loss),
-        whole_microbatches=bool(args.num_experts),
+        whole_microbatches=bool(args.num_experts or predicts(args)),
         count_zeros=bool(args.log_num_zeros_in_grad),
         check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),

@@ -231,6 +231,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
             "SIGTERM to the launcher or to any worker drains the job at the next step boundary in any case"),
     Rule("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
         "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
+    Rule("error_injection_rate", "--error-injection-rate", (_STEP,), _on, 0, _LEAVE_OUT,
+        "disturbs Megatron's own step, which --elastic replaces; --elastic-inject disturbs the engine's"),
     _unused("log_straggler", "--log-straggler",
             "times Megatron's own step, which --elastic replaces; ranks are measured in any case"),
     _unused("log_energy", "--log-energy",

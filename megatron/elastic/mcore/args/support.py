@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
-from megatron.elastic.mcore.args import flag_table, substitutions
+from megatron.elastic.mcore.args import combinations, flag_table, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
@@ -105,11 +105,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("noise in the router's input", ("--moe-input-jitter-eps",), _any("moe_input_jitter_eps"), "works",
             "works", "with --elastic drawn by sample, as dropout is"),
     Feature("losses of experts by layer", ("--moe-per-layer-logging",), _any("moe_per_layer_logging"), "works",
-            "refused", "the log has their mean over layers: leave it out"),
+            "works", "with --elastic in TensorBoard, W&B and the event log"),
     Feature("experts from a dense checkpoint", ("--moe-use-upcycling",), _any("moe_use_upcycling"), "works", "refused",
             "convert the checkpoint first, without --elastic"),
     Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
-            "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
+            "works", "works", "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
             "works", "works", "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
@@ -119,8 +119,8 @@ FEATURES: tuple[Feature, ...] = (
             _any("hybrid_layer_pattern", "hybrid_override_pattern"), "refused", "refused",
             f"needs GPU kernels: {_GPU}, {_PLAIN}, with a script for such models"),
     Feature("layers of different shapes", ("--heterogeneous-layers-config-path",),
-            _any("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), "works", "refused",
-            f"plans assume that all layers cost the same: {_PLAIN}"),
+            _any("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), "works", "works",
+            "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("torch FSDP2", ("--use-torch-fsdp2",), _any("use_torch_fsdp2"), "refused", "refused",
             "it shards parameters in its own way: use --use-distributed-optimizer"),
     Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
@@ -140,8 +140,8 @@ FEATURES: tuple[Feature, ...] = (
             _any("rampup_batch_size", "step_batch_size_schedule"), "works", "works",
             "plans follow the number of samples; --step-batch-size-schedule is Megatron 0.18's and later, not run"),
     Feature("other optimizers than Adam and SGD", ("--optimizer",), _other_than("optimizer", "adam", "sgd"), "works",
-            "refused",
-            f"copies of optimizer state repeat the steps of Adam or SGD only: use --optimizer adam, or {_PLAIN}"),
+            "refused", "copies repeat the steps of Adam and SGD alone; Muon's are of whole matrices, and Megatron 0.17 "
+            f"does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
     Feature("low-precision optimizer state", ("--use-precision-aware-optimizer", "--main-params-dtype",
                                               "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
             _any("use_precision_aware_optimizer"), "refused", "refused",
@@ -158,24 +158,24 @@ FEATURES: tuple[Feature, ...] = (
             _any("iterations_to_skip", "result_rejected_tracker_filename"), "works", "works",
             "with --elastic every rank must find the same iterations in the tracker file, to which no rank adds"),
     Feature("several or full validation sets", ("--full-validation", "--multiple-validation-sets"),
-            _any("full_validation", "multiple_validation_sets"), "works", "refused",
-            f"evaluation takes --eval-iters global batches of one set: leave it out, or {_PLAIN}"),
+            _any("full_validation", "multiple_validation_sets"), "works", "works",
+            "with --elastic passes as Megatron 0.17 counts them, and a test set in --eval-iters batches"),
     Feature("other rank orders", ("--use-tp-pp-dp-mapping",), _any("use_tp_pp_dp_mapping"), "works", "works",
             "ranks are ordered tensor, pipeline, data"),
     Feature("replicas that start unequal", ("--data-parallel-random-init",), _any("data_parallel_random_init"),
             "works", "refused", "all replicas of a layer must start equal: leave it out"),
     Feature("saved activations spread over ranks", ("--distribute-saved-activations",),
-            _any("distribute_saved_activations"), "works", "refused",
-            f"not tested with --elastic: leave it out, or {_PLAIN}"),
+            _any("distribute_saved_activations"), "works", "works",
+            "with --elastic kept whole in a tensor-parallel group that is not the launch's"),
     Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
             _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
             "two layers would both restart ranks: leave it out"),
-    Feature("injected errors of Megatron's own", ("--error-injection-rate",), _any("error_injection_rate"), "works",
-            "refused", "use --elastic-inject"),
-    Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),
-            "works", "refused", f"sequences of varying length: {_PLAIN}"),
-    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
-            "give the settings as flags"),
+    Feature("fine-tuning with packed sequences", ("--sft",), _any("sft"), "refused", "refused",
+            f"packed sequences need Transformer Engine's attention: {_GPU}, {_PLAIN}"),
+    Feature("reinforcement learning", ("--perform-rl-step",), _any("perform_rl_step"), "works", "refused",
+            f"its samples are made while it trains, not read by number: {_PLAIN}"),
+    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "works",
+            "with --elastic the command line has precedence, and a file may leave settings out"),
 )
 # fmt: on
 """Features in the order of the documentation."""
@@ -218,6 +218,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _policy_faults(args, config)
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
+        if getattr(args, "mtp_num_layers", None):
+            yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)

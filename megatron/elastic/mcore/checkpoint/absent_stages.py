@@ -84,16 +84,19 @@ class AbsentStages:
 
     @contextmanager
     def standing_at(self, stage: int) -> Iterator[None]:
-        """Have Megatron treat this process as the first replica's rank of ``stage``, inside the context."""
+        """Have Megatron treat this process as the first replica's rank of ``stage``, inside the context.
+
+        There is no group of the stages that share the embedding: a model that is built exchanges nothing.
+        """
         args, state = get_args(), parallel_state
         stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-        before = state._PIPELINE_MODEL_PARALLEL_GROUP, state.get_data_parallel_rank()
+        before = state._PIPELINE_MODEL_PARALLEL_GROUP, state.get_data_parallel_rank(), state._EMBEDDING_GROUP
         with ExitStack() as stack:
             stack.enter_context(as_stage(stage, stages, chunks))
-            state._PIPELINE_MODEL_PARALLEL_GROUP = GroupStandIn(stage, stages)
+            state._PIPELINE_MODEL_PARALLEL_GROUP, state._EMBEDDING_GROUP = GroupStandIn(stage, stages), None
             state.set_data_parallel_rank(0)
             try:
                 yield
             finally:
-                state._PIPELINE_MODEL_PARALLEL_GROUP = before[0]
+                state._PIPELINE_MODEL_PARALLEL_GROUP, state._EMBEDDING_GROUP = before[0], before[2]
                 state.set_data_parallel_rank(before[1])

@@ -18,7 +18,7 @@ import torch
 from megatron.elastic.engine.compute.samples import DatasetSource
 from megatron.elastic.plan.model import Grid
 
-__all__ = ["cyclic_order", "sample_order", "sequential_order", "source_for"]
+__all__ = ["cyclic_order", "repeated_order", "sample_order", "sequential_order", "source_for"]
 
 
 def source_for(dataset: Any, args: Any, grid: Grid) -> DatasetSource | None:
@@ -50,6 +50,21 @@ def sequential_order(total: int) -> Callable[[int], int]:
         return sample
 
     return order
+
+
+def repeated_order(total: int, grid: Grid) -> Callable[[int], int]:
+    """Return the order of a set that ``--full-validation`` reads: from its begin again after its last whole wave.
+
+    Raises ``ValueError`` if the set has less than one wave.
+    """
+    wave = grid.micro_batch_size * grid.data_parallel_size
+    active = total - total % wave
+    if active <= 0:
+        raise ValueError(
+            f"--full-validation: a validation set has {total} samples, fewer than --micro-batch-size "
+            f"× data-parallel size = {wave}: use more data"
+        )
+    return lambda sample: sample % active
 
 
 def cyclic_order(total: int, grid: Grid, sharded: bool) -> Callable[[int], int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.checkpoint.verifying import verified
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
+from megatron.elastic.mcore.loop.evaluation import Evaluated, EvaluatedSet, batches_of, test_set, validation_sets
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
@@ -57,23 +58,7 @@ from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.saved_contents import SavedContents, layout_digest
 
-__all__ = ["DatasetPosition", "Setup"]
-
-
-@dataclass
-class DatasetPosition:
-    """A validation or test set with the position of evaluation in it, in place of Megatron's iterator.
-
-    The validation set's position is an argument of Megatron, which a newcomer receives.
-    """
-
-    source: SampleSource | None
-    validation: bool
-    consumed: int = 0
-
-    def position(self) -> int:
-        """Return the number of samples read so far."""
-        return int(get_args().consumed_valid_samples) if self.validation else self.consumed
+__all__ = ["Setup"]
 
 
 class Setup:
@@ -83,7 +68,7 @@ class Setup:
         self._config = config
         self._counters = counters
         self.reporter = Reporter()
-        self.layer_losses = LayerLosses()
+        self.layer_losses = LayerLosses(lambda: bool(get_args().moe_per_layer_logging))
         self.context = ContextParallel()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._repeated = RepeatedWork()
@@ -97,7 +82,9 @@ class Setup:
         self._schedule: MegatronSchedule | None = None
         self._place: LaunchStage | None = None
         self._others: AbsentStages | None = None
-        self._data: tuple[SampleSource | None, DatasetPosition, DatasetPosition] | None = None
+        self._data: tuple[SampleSource | None, Evaluated, EvaluatedSet] | None = None
+        self._evaluated_before = 0
+        """Validation samples that were consumed before this job started, equal on all ranks."""
 
     @property
     def built(self) -> bool:
@@ -235,12 +222,14 @@ class Setup:
         assert self._schedule is not None
         host: Mapping[str, Any] = json.loads(join_state.host)
         self._schedule.take(host["schedule"], engine.record.scheduler_steps)
+        self._evaluated_before = host["evaluated_before"]
         return host
 
     def _host_state(self) -> str:
         """Return the host's state for a newcomer, which has loaded no checkpoint."""
         assert self._schedule is not None
-        return json.dumps({**self._counters(), "schedule": self._schedule.for_newcomer()})
+        mine = {"schedule": self._schedule.for_newcomer(), "evaluated_before": self._evaluated_before}
+        return json.dumps({**self._counters(), **mine})
 
     def _attach(self, engine: Engine) -> None:
         """Set the engine, and make the objects that save and load its state."""
@@ -297,7 +286,7 @@ class Setup:
 
         return replacement
 
-    def _sources(self, provider: Any) -> tuple[SampleSource | None, DatasetPosition, DatasetPosition]:
+    def _sources(self, provider: Any) -> tuple[SampleSource | None, Evaluated, EvaluatedSet]:
         args = get_args()
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
@@ -305,16 +294,24 @@ class Setup:
             self._engine.tools.reach("in_setup", 0)
         # Megatron builds data sets only for both ends of a pipeline, on the first rank of a tensor-parallel group. Any
         # rank may come to be that, after a loss or with other parallel sizes, so all build them.
-        datasets = self._datasets(provider)
-        check_validation(args, *datasets[:2])
+        training_set, validation, test = self._datasets(provider)
+        check_validation(args, training_set, validation)
+        self._evaluated_before = args.consumed_valid_samples
+        evaluates = args.eval_iters > 0
         flags = torch.tensor(
-            [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
+            [
+                int(args.train_iters > 0),
+                int(evaluates or args.full_validation),
+                int(evaluates and test is not None),
+            ]
         )
         torch.distributed.broadcast(flags, 0)
         args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
         grid = sample_grid(args, BatchSizes().largest)
-        train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
-        return train, DatasetPosition(valid, True), DatasetPosition(test, False)
+        tested = test_set(test, args, grid)
+        validated = validation_sets(validation, args, grid, lambda: self._evaluated_before)
+        args.eval_iters = batches_of(validated)
+        return source_for(training_set, args, grid), validated, tested
 
     def _datasets(self, provider: Any) -> Any:
         """Return Megatron's data sets for training, validation and test.

@@ -23,7 +23,8 @@ from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
-from megatron.elastic.mcore.loop.setup import DatasetPosition, Setup
+from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, told_of
+from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
 from megatron.elastic.mcore.model import vocabulary_range
 from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
@@ -72,6 +73,11 @@ class TrainingLoop:
                 self._leave_out,
             ),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
+            (
+                loop + "evaluate_and_print_results",
+                "every rank knows the validation sets: nothing about them is broadcast, where a loss would end the job",
+                self._evaluate_sets,
+            ),
             (loop + "training_log", repeated, self._training_log),
             ("megatron.core.timers.Timers.log", repeated, self._log_timers),
             (
@@ -146,7 +152,8 @@ class TrainingLoop:
             scheduler = call["opt_param_scheduler"]
             scheduler.num_steps = self._engine.record.scheduler_steps
             scheduler.step(increment=0)
-            losses = {key: torch.tensor(value) for key, value in result.losses.items()}
+            shown = self._setup.layer_losses.apart(result.losses)
+            losses = {key: torch.tensor(value) for key, value in shown.items()}
             values = {
                 "{}": losses,  # Megatron returns {} on ranks that are not the last stage; here every rank knows them
                 "skipped_iter": int(result.skipped),
@@ -176,15 +183,22 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             self._begin()
             settings = get_args()
-            iterations = call.get("eval_iters") or settings.eval_iters
-            size = getattr(settings, "eval_global_batch_size", settings.global_batch_size)  # from 0.18 on
-            reading: DatasetPosition = _of_chunks(call["data_iterator"])
-            first = reading.position()
-            addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
+            reading: EvaluatedSet = _of_chunks(call["data_iterator"])
+            size, first = batch_size(settings), reading.first()
+            addresses = [StepAddress(first + number * size, size) for number in range(reading.batches)]
             sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)
-            reading.consumed += iterations * size
-            settings.consumed_valid_samples += iterations * size
+            settings.consumed_valid_samples += len(addresses) * size
             return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
+
+        return replacement
+
+    def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            call["data_iterator"] = sets = _of_chunks(call["data_iterator"])
+            with told_of(get_args(), sets):
+                return original(**call)
 
         return replacement
 

@@ -12,6 +12,7 @@ In elements of one row (a sequence of length ``s``), sizes of one tensor-paralle
                                                           inputs and output; f: tensors of the MLP
     head        2 s h + s v, the latter in fp32           its input, its norm, softmax of the cross entropy
 
+A further token that is predicted takes another layer, another head, and 5 s h where two inputs become one.
 A layer that is recomputed keeps its input. With context parallelism s is this rank's part, and a layer keeps keys,
 values and scores of the whole sequence.
 
@@ -25,9 +26,13 @@ from typing import Any
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron.elastic.mcore.model.prediction import predicts
+
 __all__ = ["held_bytes"]
 
 _FP32 = 4
+_JOINED = 5
+"""Tensors kept at a layer of multi-token prediction: both inputs, both norms side by side, the projection's output."""
 
 
 def held_bytes(
@@ -53,17 +58,26 @@ def held_bytes(
     tensor = 1 if local else config.tensor_model_parallel_size
     size: int = torch.finfo(config.params_dtype).bits // 8
     boundary: int = own * config.hidden_size * (_FP32 if config.fp32_residual_connection else size)
-    if unit == 0 or (unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform"):
+    if unit == 0:
         return boundary
-    if unit == last:
-        return int(2 * boundary + sequence * vocabulary // tensor * _FP32)
-    local = any(isinstance(module, DotProductAttention) for module in model.modules())
+    if unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform":
+        return boundary // tensor if config.distribute_saved_activations else boundary
+    whole = any(isinstance(module, DotProductAttention) for module in model.modules())
+    layer = 4 * boundary + _inside(config, size, sequence, keys, routed, whole) // tensor
+    if unit < last:
+        return int(layer)
+    head = 2 * boundary + sequence * vocabulary // tensor * _FP32
+    return int(head + predicts(config) * (head + layer + _JOINED * boundary))
+
+
+def _inside(config: Any, size: int, sequence: int, keys: int, routed: bool, whole: bool) -> int:
+    """Return the bytes of what tensor-parallel ranks share of a layer; ``whole``: attention keeps its scores."""
     query: int = config.kv_channels * config.num_attention_heads
-    pairs: int = 2 * (query if local else config.kv_channels * (config.num_query_groups or config.num_attention_heads))
-    inside = (sequence * (2 * query + _feed_forward(config, routed)) + (keys if local else sequence) * pairs) * size
-    if local:
+    pairs: int = 2 * (query if whole else config.kv_channels * (config.num_query_groups or config.num_attention_heads))
+    inside = (sequence * (2 * query + _feed_forward(config, routed)) + (keys if whole else sequence) * pairs) * size
+    if whole:
         inside += _scores(config, size) * config.num_attention_heads * sequence * keys
-    return int(4 * boundary + inside // tensor)
+    return int(inside)
 
 
 def _feed_forward(config: Any, routed: bool) -> int:

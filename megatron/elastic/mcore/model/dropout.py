@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, Intervals, SampleDropout, Section, Site, Split
 from megatron.elastic.engine.compute.jitter import SampleJitter
+from megatron.elastic.mcore.model.prediction import dropout_unit
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.state.coverage import Position
 
@@ -30,7 +33,7 @@ def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
     Returns the names of modules whose dropout is inside a vendor kernel and
     still depends on rank and history.
     """
-    modules = [getattr(model, "embedding", None), *model.decoder.layers]
+    modules = [getattr(model, "embedding", None), *model.decoder.layers, getattr(model, "mtp", None)]
     slices = launch_slices(model.config, tensor_parallel_rank)
     found = (key_module(model, module, slices) for module in modules if module is not None)
     return tuple(name for names in found for name in names)
@@ -90,15 +93,21 @@ def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
             intervals=slices.positions,
         )
         return []
+    if isinstance(module, MultiTokenPredictionBlock):
+        config, layers = model.config, module.layers
+        found = [_key_layer(one.mtp_model_layer, slices, dropout_unit(config, one.layer_number)) for one in layers]
+        return [name for names in found for name in names]
     if hasattr(module, "layer_number"):
-        return _key_layer(module, slices)
+        return _key_layer(module, slices, int(module.layer_number))
     return []
 
 
-def _key_layer(layer: Any, slices: Slices) -> list[str]:
-    unit, sequence, positions = int(layer.layer_number), slices.sequence, slices.positions
-    layer.self_attn_bda = BiasDropoutAdd(unit, Site.ATTENTION_OUTPUT, sequence, intervals=positions)
-    layer.mlp_bda = BiasDropoutAdd(unit, Site.MLP_OUTPUT, sequence, intervals=positions)
+def _key_layer(layer: Any, slices: Slices, unit: int) -> list[str]:
+    """``unit``: the one under which the layer draws its masks."""
+    sequence, positions = slices.sequence, slices.positions
+    for name, site in (("self_attn_bda", Site.ATTENTION_OUTPUT), ("mlp_bda", Site.MLP_OUTPUT)):
+        if not isinstance(getattr(layer, name), IdentityFuncOp):  # else the layer has no such part
+            setattr(layer, name, BiasDropoutAdd(unit, site, sequence, intervals=positions))
     router = getattr(layer.mlp, "router", None)
     if router is not None and layer.config.moe_input_jitter_eps is not None:
         device = torch.device(torch.cuda.current_device())

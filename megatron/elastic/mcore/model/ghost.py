@@ -16,7 +16,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["GhostLayer"]
+__all__ = ["GhostLayer", "GhostPrediction"]
 
 
 class GhostLayer(torch.nn.Module):
@@ -37,6 +37,30 @@ class GhostLayer(torch.nn.Module):
             else:
                 hidden_states = _exchanged(experts, hidden_states)
         return hidden_states, None
+
+
+class GhostPrediction(torch.nn.Module):
+    """Stands for the layers that predict further tokens; Megatron may have them recomputed one by one."""
+
+    def __init__(self, prediction: Any) -> None:
+        super().__init__()
+        config = prediction.config
+        depths = range(config.mtp_num_layers)
+        self._layers = [
+            GhostLayer(prediction.layers[0 if prediction.mtp_use_repeated_layer else depth].mtp_model_layer)
+            for depth in depths
+        ]
+        self._recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Take part in the exchanges of all of them. Returns what has no rows again."""
+        for layer in self._layers:
+            layer.training = self.training
+            if self._recomputed and self.training:
+                hidden_states = tensor_parallel.checkpoint(lambda hidden, of=layer: of(hidden)[0], False, hidden_states)
+            else:
+                hidden_states, _ = layer(hidden_states)
+        return hidden_states
 
 
 def _exchanged(experts: Any, hidden: torch.Tensor) -> torch.Tensor:

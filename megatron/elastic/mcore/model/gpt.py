@@ -35,8 +35,9 @@ from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
 from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew, number_experts
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
-from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
 from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
@@ -306,7 +307,9 @@ class GptInterface:
         uneven = self._place is not None and not self._place.even
         vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
-        routed = 0 < unit < last and routed_layers(self._config)[unit - 1]
+        layer = 0 < unit < last
+        routed = layer and routed_layers(self._config)[unit - 1]
+        config = sized_as_layer(config, unit) if layer else config
         length, part = self._args.seq_length, self._launch_part
         own = length if part is None else part.longest
         return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)
@@ -314,10 +317,12 @@ class GptInterface:
     def used_ppm(self, spec: ParamSpec) -> int:
         """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.
 
-        Those of a rank that shares experts receive positions of its whole crew.
+        Those of a rank that shares experts receive positions of its whole crew. The output layer is used for each
+        token that is predicted.
         """
         if not is_expert(spec.name):
-            return PPM
+            outputs = _TIED_NAME if self._anatomy.output_tied else "output_layer.weight"
+            return PPM * (1 + predicts(self._config)) if spec.name == outputs else PPM
         config, sizes = self._config, self._sizes
         ranks = sizes.expert_homes * sizes.expert_parts if sizes.experts else sizes.tensor
         return int(PPM * config.moe_router_topk * ranks // (config.num_moe_experts * sizes.tensor))
@@ -347,16 +352,18 @@ class GptInterface:
             return found if part is None else of_the_cell(part, found)
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
-        """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and output exchange nothing."""
         if self._told is not None:
             for unit in range(piece.first, piece.end):
                 self._told(unit)
         with self._running(piece, place):
             shape, dtype = self.boundary(0)
             source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
-            decoder = self._anatomy.ghost(piece.first, piece.end)
+            decoder, *further = self._anatomy.ghost(piece.first, piece.end)
             decoder.set_input_tensor(source.requires_grad_(torch.is_grad_enabled()))
             output: torch.Tensor = decoder(hidden_states=None, attention_mask=None)
+            for layers in further:
+                output = layers(output)
             return output
 
     def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
@@ -397,13 +404,13 @@ class GptInterface:
             self._told = None
 
     def weigh_layer_losses(self, weight: float) -> None:
-        """Weigh the losses that balance experts, and forget values and counts (:class:`ModelInterface`)."""
-        if self._config.num_moe_experts:
+        """Weigh the losses that layers add, and forget values and counts (:class:`ModelInterface`)."""
+        if self._config.num_moe_experts or predicts(self._config):
             self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
             forget_tokens(self._anatomy.modules())
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
-        """Return the losses that balance experts (:class:`ModelInterface`)."""
+        """Return the losses that layers add (:class:`ModelInterface`)."""
         part, groups = self._context.part, list[dist.ProcessGroup]()
         if self._anatomy.config.tensor_model_parallel_size > 1:
             groups.append(self._cell_group())

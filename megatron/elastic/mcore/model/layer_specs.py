@@ -1,7 +1,8 @@
 """The specification from which Megatron builds each layer of a model, also those of other stages.
 
-Layers may be of different kinds (``--moe-layer-freq``). Megatron gives a rank the specifications of its own stage
-alone; a rank that takes over a layer of another stage needs that layer's.
+Layers may be of different kinds (``--moe-layer-freq``) or shapes (``--heterogeneous-layers-config-path``). Megatron
+gives a rank the specifications of its own stage alone; a rank that takes over a layer of another stage needs that
+layer's.
 
 Invariant: the specifications of this rank's own layers, which the script's model provider chose, are those that
 Megatron's builder gives these layers. So both agree about the other stages too.
@@ -9,18 +10,45 @@ Megatron's builder gives these layers. So both agree about the other stages too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.elastic.config import ConfigError
+from megatron.elastic.mcore.model.prediction import prediction_spec, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 
-__all__ = ["LayerSpecs", "routed_layers"]
+__all__ = ["LayerSpecs", "config_of_layer", "of_many_shapes", "routed_layers", "sized_as_layer"]
+
+
+def of_many_shapes(config: Any) -> bool:
+    """Return whether each layer has sizes of its own (Megatron's ``HeterogeneousTransformerConfig``)."""
+    return bool(getattr(config, "heterogeneous_block_specs", False))
+
+
+def config_of_layer(config: Any, unit: int) -> Any:
+    """Return the configuration from which Megatron builds the layer that is compute unit ``unit``."""
+    return config.get_config_for_layer(unit) if of_many_shapes(config) else config
+
+
+def sized_as_layer(config: Any, unit: int) -> Any:
+    """Return a configuration with the sizes of one layer, for estimates: a part that it lacks has no elements.
+
+    A part that is one linear layer counts as lacking.
+    """
+    if not of_many_shapes(config):
+        return config
+    mine, block = copy.copy(config), config.per_block_parameters[unit - 1]
+    mine.num_query_groups, mine.ffn_hidden_size = block.attention.num_query_groups, block.mlp.ffn_hidden_size or 0
+    if block.attention.no_op or block.attention.replace_with_linear:
+        mine.num_attention_heads = 0
+    return mine
 
 
 def routed_layers(config: Any) -> tuple[bool, ...]:
@@ -38,6 +66,8 @@ class LayerSpecs:
     """Specifications by layer of the whole model, counted from 0."""
 
     specs: tuple[Any, ...]
+    prediction: Any = None
+    """Specification of the layers that predict further tokens; None: the model has none."""
 
     @classmethod
     def of(cls, chunks: Sequence[Any], args: Any) -> LayerSpecs:
@@ -45,7 +75,23 @@ class LayerSpecs:
 
         Raises :class:`ConfigError` if the layers differ and those of this rank are not Megatron's own.
         """
+        found, config = cls._of_layers(chunks, args), chunks[0].config
+        if not predicts(config):
+            return found
+        prediction = prediction_spec(config, found.specs[-1], args.transformer_impl == "transformer_engine")
+        mine = [chunk.mtp_block_spec for chunk in chunks if chunk.mtp_process]
+        if not all(_alike(prediction, spec) for spec in mine):
+            raise ConfigError(
+                "--mtp-num-layers with --elastic needs layers of Megatron's own specification: leave out --spec"
+            )
+        return replace(found, prediction=prediction)
+
+    @classmethod
+    def _of_layers(cls, chunks: Sequence[Any], args: Any) -> LayerSpecs:
         config, known = chunks[0].config, _own(chunks)
+        if of_many_shapes(config):
+            _refuse_linear(config)
+            return cls._of_flag("--heterogeneous-layers-config-path", _many_shapes, known, config, args)
         kinds = routed_layers(config)
         if len(set(kinds)) == 1 and known:
             spec = next(iter(known.values()))
@@ -54,11 +100,16 @@ class LayerSpecs:
             return cls((spec,) * len(kinds))
         if isinstance(chunks[0].transformer_layer_spec, ModuleSpec):
             return cls((chunks[0].transformer_layer_spec,) * len(kinds))
-        specs = tuple(_of_all_stages(config, args))
+        return cls._of_flag("--moe-layer-freq", _two_kinds, known, config, args)
+
+    @classmethod
+    def _of_flag(
+        cls, flag: str, block: Callable[..., Any], known: Mapping[int, Any], config: Any, args: Any
+    ) -> LayerSpecs:
+        """Return those that Megatron's builder ``block`` makes of a flag. Raises if ``known`` ones are others."""
+        specs = tuple(_of_all_stages(block, config, args))
         if not all(_alike(specs[layer], spec) for layer, spec in known.items()):
-            raise ConfigError(
-                "--moe-layer-freq with --elastic needs layers of Megatron's own specification: leave out --spec"
-            )
+            raise ConfigError(f"{flag} with --elastic needs layers of Megatron's own specification: leave out --spec")
         return cls(specs)
 
     def of_unit(self, unit: int) -> Any:
@@ -90,20 +141,33 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _of_all_stages(config: Any, args: Any) -> list[Any]:
-    """Return the specifications that Megatron gives the chunks of all stages, in the model's order."""
+def _of_all_stages(block: Callable[..., Any], config: Any, args: Any) -> list[Any]:
+    """Return the specifications that Megatron's builder ``block`` gives the chunks of all stages, in their order."""
     stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     found: list[Any] = []
     for number in range(stages * (depth or 1)):
         stage, chunk = number % stages, None if depth is None else number // stages
         with as_stage(stage, stages, depth):
-            block = get_gpt_decoder_block_spec(
-                config,
-                args.transformer_impl == "transformer_engine",
-                normalization=args.normalization,
-                qk_l2_norm=args.qk_l2_norm,
-                vp_stage=chunk,
-                pp_rank=stage,
-            )
-        found += block.layer_specs
+            found += block(config, args, vp_stage=chunk, pp_rank=stage).layer_specs
     return found
+
+
+def _two_kinds(config: Any, args: Any, **stage: int | None) -> Any:
+    fused = args.transformer_impl == "transformer_engine"
+    return get_gpt_decoder_block_spec(
+        config, fused, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm, **stage
+    )
+
+
+def _many_shapes(config: Any, args: Any, **stage: int | None) -> Any:
+    return get_gpt_heterogeneous_layer_spec(config, args.transformer_impl == "transformer_engine", **stage)
+
+
+def _refuse_linear(config: Any) -> None:
+    """Raise :class:`ConfigError` for linear layers in place of others where they are cut over ranks."""
+    replaced = any(b.attention.replace_with_linear or b.mlp.replace_with_linear for b in config.per_block_parameters)
+    if replaced and config.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "--heterogeneous-layers-config-path: with --elastic a linear layer in place of attention or MLP "
+            "(replace_with_linear) is not cut over ranks: use --tensor-model-parallel-size 1"
+        )

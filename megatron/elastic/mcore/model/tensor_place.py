@@ -26,6 +26,8 @@ from megatron.elastic.engine.compute.dropout import Section, Split
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.dropout import Slices
 from megatron.elastic.mcore.model.expert_homes import deal_experts
+from megatron.elastic.mcore.model.layer_specs import of_many_shapes
+from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
@@ -37,6 +39,10 @@ def only_even(config: Any) -> str:
     """Return why a model with this configuration cannot be cut unevenly; empty if it can."""
     if config.num_moe_experts or getattr(config, "multi_latent_attention", False):
         return "experts and latent attention have no uneven tensor-parallel cut"
+    if of_many_shapes(config):
+        return "layers of different shapes have no uneven tensor-parallel cut"
+    if predicts(config):
+        return "layers that predict further tokens have no uneven tensor-parallel cut"
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         return "this cross entropy needs equal parts of the vocabulary: --cross-entropy-fusion-impl native"
     return ""
@@ -81,6 +87,7 @@ class TensorPlace:
         mine = copy.copy(config)
         mine.tensor_model_parallel_size = self.position.count
         mine.sequence_parallel = self.share.sequence_parallel
+        mine.distribute_saved_activations = False  # Megatron gathers them in the launch's group, in equal parts
         return mine
 
     def layer_config(self, config: Any) -> Any:

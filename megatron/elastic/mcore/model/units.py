@@ -22,31 +22,21 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.utils import get_pg_rank
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
-from megatron.elastic.mcore.model.ghost import GhostLayer
+from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
+from megatron.elastic.mcore.model.unit_builder import Modules, Site, UnitBuilder
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 __all__ = ["Anatomy", "refuse_frozen", "refuse_others", "unwrapped"]
-
-Modules = dict[str, Any]
-"""Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
 
 
 class Anatomy:
@@ -62,9 +52,9 @@ class Anatomy:
         self._first = chunks[0]
         """The first chunk; configuration, layer specification, groups and wrappers are equal in all chunks."""
         self._inner = unwrapped(self._first)
-        self._prepare = prepare
-        self._layer_specs = layer_specs
         self.units = int(self._inner.config.num_layers) + 2
+        self._predicts = layer_specs.prediction is not None
+        self._builder = UnitBuilder(self._first, self._inner, self.units, layer_specs, prepare)
         self._born: dict[int, Modules] = {}
         for chunk in chunks:
             self._born |= _units_of(unwrapped(chunk), self.units)
@@ -75,12 +65,17 @@ class Anatomy:
         self._building = threading.Lock()
         self._shapes = [(parameter, parameter.shape) for parameter in self._chunks.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
-        self._ghosts: dict[tuple[int, int], Any] = {}
+        self._ghosts: dict[tuple[int, int], torch.nn.ModuleList] = {}
         self._training = True
-        self._site = _Site.of(self._inner, None)
+        self._site = Site.of(self._inner, None)
 
     @property
     def tied(self) -> bool:
+        """True if both ends of the model use the word embeddings' weight."""
+        return self.output_tied or self._predicts
+
+    @property
+    def output_tied(self) -> bool:
         """True if the output layer uses the word embeddings' weight."""
         return bool(getattr(self._inner, "share_embeddings_and_output_weights", False))
 
@@ -107,10 +102,11 @@ class Anatomy:
 
         A tied weight is not among them (:meth:`tied_parameter`).
         """
+        tied = (*((_EMBEDDED,) if self.tied else ()), *((_OUTPUT,) if self.output_tied else ()))
         for path, module in self._held[unit].items():
             for name, parameter in module.named_parameters():
                 whole = f"{path}.{name}"
-                if parameter.requires_grad and not (self.tied and whole in _TIED_NAMES):
+                if parameter.requires_grad and whole not in tied:
                     yield whole, parameter
 
     @contextmanager
@@ -128,12 +124,17 @@ class Anatomy:
                 handle.remove()
 
     def tied_parameter(self) -> torch.nn.Parameter | None:
-        """Return the weight that embedding and output layer share; ``None`` if neither is held."""
-        if 0 in self._held:
-            return self._held[0]["embedding"].word_embeddings.weight  # type: ignore[no-any-return]
+        """Return the weight that both ends share; ``None`` if neither is held."""
+        embedding = self._looks_up()
+        if embedding is not None:
+            return embedding.word_embeddings.weight  # type: ignore[no-any-return]
         if self.units - 1 in self._held:
             return self._held[self.units - 1]["output_layer"].weight  # type: ignore[no-any-return]
         return None
+
+    def _looks_up(self) -> Any:
+        """Return the embedding that this rank computes with: that of the first unit, else the head's own, if any."""
+        return self._held.get(0, self._held.get(self.units - 1, {})).get("embedding")
 
     def prepare(self, units: Collection[int], place: TensorPlace | None = None) -> None:
         """Build missing layers ahead of :meth:`hold`; on any thread, while other layers run.
@@ -145,7 +146,7 @@ class Anatomy:
                 if self._ready_for != place:
                     self._ready, self._ready_for = {}, place
                 if 0 < unit < self.units - 1 and unit not in self._known(place):
-                    self._ready[unit] = self._built(unit, self._site_of(place))
+                    self._ready[unit] = self._builder.build(unit, self._site_of(place), self._training)
 
     def hold(self, units: Collection[int], place: TensorPlace | None = None) -> None:
         """Build missing ones of ``units`` and free all others. Values of new parameters are undefined.
@@ -160,7 +161,7 @@ class Anatomy:
             self._held = {
                 unit: known[unit]
                 if unit in known and not self._headless(known[unit], wanted)
-                else self._built(unit, site)
+                else self._builder.build(unit, site, self._training)
                 for unit in sorted(wanted)
             }
             self._site, self._ready = site, {}
@@ -189,17 +190,19 @@ class Anatomy:
             **(self._held if place == self._site.place else {}),
         }
 
-    def _site_of(self, place: TensorPlace | None) -> _Site:
+    def _site_of(self, place: TensorPlace | None) -> Site:
         if place == self._site.place:
             return self._site
         # Modules are built in a group of one, then settled: Megatron's remark does not hold afterwards.
         warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
-        return _Site.of(self._inner, place)
+        return Site.of(self._inner, place)
 
     def _headless(self, modules: Modules, wanted: frozenset[int]) -> bool:
-        """Return whether the unit is a head that was built without its own weight and now needs one."""
+        """Return whether the unit is a head that was built beside the embedding, whose weight it now lacks."""
         head = modules.get("output_layer")
-        return head is not None and head.weight is None and 0 not in wanted
+        if head is None or 0 in wanted:
+            return False
+        return head.weight is None or ("mtp" in modules and "embedding" not in modules)
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
@@ -230,15 +233,19 @@ class Anatomy:
             self._segments[first, end] = segment
         return self._segments[first, end]
 
-    def ghost(self, first: int, end: int) -> Any:
-        """Return the decoder of units ``[first, end)`` for no rows. Raises ``KeyError`` if one is missing."""
+    def ghost(self, first: int, end: int) -> Sequence[Any]:
+        """Return the decoder of units ``[first, end)`` for no rows, and the further tokens' layers if it has them.
+
+        Raises ``KeyError`` if a unit is missing.
+        """
         if (first, end) not in self._ghosts:
-            decoder = unwrapped(self.segment(first, end)).decoder
-            ghosts = torch.nn.ModuleList(GhostLayer(layer) for layer in decoder.layers)
-            ghost = _copy_with(decoder, layers=ghosts, final_layernorm=None)
-            ghost.pre_process = ghost.post_process = False
-            self._ghosts[first, end] = ghost.train(self._training)
-        return self._ghosts[first, end]
+            model = unwrapped(self.segment(first, end))
+            ghosts = torch.nn.ModuleList(GhostLayer(layer) for layer in model.decoder.layers)
+            decoder = _copy_with(model.decoder, layers=ghosts, final_layernorm=None)
+            decoder.pre_process = decoder.post_process = False
+            further = [GhostPrediction(model.mtp)] if model.mtp_process else []
+            self._ghosts[first, end] = torch.nn.ModuleList([decoder, *further]).train(self._training)
+        return list(self._ghosts[first, end])
 
     # -- assembling ----------------------------------------------------------------
 
@@ -255,12 +262,14 @@ class Anatomy:
         decoder.num_layers_per_pipeline_rank = len(layers)
         self._join(decoder)
         output = parts.get("output_layer")
-        if output is not None and self.tied:
+        if output is not None and self.output_tied:
             output = _copy_with(output)
             vars(output).pop("weight", None)  # None in a head that Megatron built beside the embedding
             output._parameters["weight"] = self.tied_parameter()
-        model = _copy_with(self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output)
-        model.pre_process, model.post_process = starts, ends
+        prediction = parts.get("mtp")
+        embedding = self._looks_up() if starts or prediction is not None else None
+        model = _copy_with(self._inner, embedding=embedding, decoder=decoder, output_layer=output, mtp=prediction)
+        model.pre_process, model.post_process, model.mtp_process = starts, ends, prediction is not None
         model.vp_stage = model.vp_size = None
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
@@ -300,120 +309,6 @@ class Anatomy:
                 model.pg_collection.pp = GroupStandIn(*place_of(first, end, self.units))
         return model  # type: ignore[no-any-return]
 
-    # -- building ------------------------------------------------------------------
-
-    def _built(self, unit: int, site: _Site) -> Modules:
-        """Return new modules for ``unit``, on the device and in the type of the chunks; values undefined."""
-        with _without_values(site.model, site.layers):
-            if unit == 0:
-                modules = {"embedding": self._embedding(site)}
-            elif unit == self.units - 1:
-                modules = {"decoder.final_layernorm": self._final_norm(site), "output_layer": self._output_layer(site)}
-            else:
-                modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
-        for module in modules.values():
-            if site.place is not None:
-                site.place.settle(module)
-            _mark_cut(module)
-            for parameter in module.parameters():
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            module.cuda(torch.cuda.current_device())
-            if getattr(self._first, "bf16", False):
-                module.bfloat16()
-            elif getattr(self._first, "fp16", False):
-                module.half()
-            module.train(self._training)
-            self._prepare(self._inner, module, site.place)
-        return modules
-
-    def _layer(self, unit: int, site: _Site) -> torch.nn.Module:
-        decoder = self._inner.decoder
-        offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
-        layer = build_module(
-            self._layer_specs.of_unit(unit),
-            config=_without_callbacks(site.layers),
-            layer_number=unit - offset,
-            pg_collection=site.building,
-            vp_stage=decoder.vp_stage,
-        )
-        if layer.layer_number != unit:
-            raise RuntimeError(f"Megatron gave layer {unit} the number {layer.layer_number}")
-        if site.place is not None:
-            site.place.deal_experts(layer, site.building)
-        return layer  # type: ignore[no-any-return]
-
-    def _embedding(self, site: _Site) -> torch.nn.Module:
-        inner = self._inner
-        embedding = LanguageModelEmbedding(
-            config=site.model,
-            vocab_size=site.vocabulary,
-            max_sequence_length=inner.max_sequence_length,
-            position_embedding_type=inner.position_embedding_type,
-            tp_group=site.building.tp,
-        )
-        embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-        return embedding  # type: ignore[no-any-return]
-
-    def _final_norm(self, site: _Site) -> torch.nn.Module:
-        norm = self._inner.decoder.submodules.layer_norm
-        make = partial(build_module, norm) if isinstance(norm, ModuleSpec) else norm
-        config = site.model
-        return make(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)  # type: ignore[no-any-return]
-
-    def _output_layer(self, site: _Site) -> torch.nn.Module:
-        config = site.model
-        layer = tensor_parallel.ColumnParallelLinear(
-            config.hidden_size,
-            site.vocabulary,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            gather_output=not self._inner.parallel_output,
-            skip_weight_param_allocation=False,
-            tp_group=site.building.tp,
-        )
-        layer.weight.is_embedding_or_output_parameter = True
-        return layer  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class _Site:
-    """The configurations, groups and vocabulary size with which Megatron builds and runs the modules of one place."""
-
-    place: TensorPlace | None
-    model: Any
-    layers: Any
-    groups: Any
-    building: Any
-    """The groups with which modules are built: stand-ins, so that no group needs its members yet."""
-    vocabulary: int
-
-    @classmethod
-    def of(cls, inner: Any, place: TensorPlace | None) -> _Site:
-        config, groups = inner.config, inner.pg_collection
-        if place is None:
-            return cls(None, config, config, groups, groups, inner.vocab_size)
-        return cls(
-            place,
-            place.cell_config(config),
-            place.layer_config(config),
-            place.groups(groups),
-            place.building_groups(groups),
-            place.vocabulary,
-        )
-
-
-def _without_callbacks(config: Any) -> Any:
-    """Return a copy of a configuration without the functions that Megatron's loop puts there for its schedules.
-
-    Modules of experts copy their configuration, and these functions refer to the whole engine.
-    """
-    mine = copy.copy(config)
-    for name in _CALLBACKS:
-        setattr(mine, name, None)
-    return mine
-
 
 def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
     """Return the model's loss, computed with this position's rows of the vocabulary."""
@@ -426,8 +321,8 @@ def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
     return loss
 
 
-_CALLBACKS = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
-_TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+_EMBEDDED, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Names of the weights that may be one."""
 
 
 def refuse_others(chunks: Sequence[torch.nn.Module]) -> None:
@@ -472,9 +367,15 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
         number = int(layer.layer_number)
         units[number] = {f"decoder.layers.{number - 1}": layer}
     if model.post_process:
-        units[count - 1] = {"output_layer": model.output_layer}
+        head = units[count - 1] = {}
         if model.decoder.final_layernorm is not None:
-            units[count - 1] = {"decoder.final_layernorm": model.decoder.final_layernorm, **units[count - 1]}
+            head["decoder.final_layernorm"] = model.decoder.final_layernorm
+        if getattr(model, "mtp_process", False):
+            if not model.pre_process:
+                head["embedding"] = model.embedding
+                model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True  # as that of unit 0
+            head["mtp"] = model.mtp
+        head["output_layer"] = model.output_layer
     return units
 
 
@@ -490,27 +391,3 @@ def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
         else:
             new._modules[name] = child
     return new
-
-
-@contextmanager
-def _without_values(*configs: Any) -> Iterator[None]:
-    """Build modules without initial values inside the context."""
-    before = [config.perform_initialization for config in configs]
-    for config in configs:
-        config.perform_initialization = False
-    try:
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.perform_initialization = value
-
-
-def _mark_cut(module: torch.nn.Module) -> None:
-    """Mark the weights of Megatron's layers that are cut over tensor-parallel ranks.
-
-    Megatron marks a weight only where it also gives it a value.
-    """
-    for part in module.modules():
-        if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            part.weight.tensor_model_parallel = True
-            part.weight.partition_dim = 1 if isinstance(part, RowParallelLinear) else 0

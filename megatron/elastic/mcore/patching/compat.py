@@ -16,9 +16,10 @@ import torch
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.enums import ModelType
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, training
 
-__all__ = ["batch_on_this_rank", "run"]
+__all__ = ["batch_on_this_rank", "predicts_here", "run"]
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _OTHER_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
@@ -58,6 +59,18 @@ def batch_on_this_rank(
     batch = broadcast(**_accepted(broadcast, known))
     cut = core_utils.get_batch_on_this_cp_rank
     return dict(cut(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()))
+
+
+def predicts_here(config: Any, vp_stage: int | None) -> bool:
+    """Return whether the present stage and chunk have layers that predict further tokens."""
+    known = {
+        "config": config,
+        "layout": getattr(config, "pipeline_model_parallel_layout", None),
+        "mtp_num_layers": config.mtp_num_layers,
+        "ignore_virtual": False,
+        "vp_stage": vp_stage,
+    }
+    return bool(mtp_on_this_rank(**_accepted(mtp_on_this_rank, known)))
 
 
 def _read(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor | None]:

@@ -43,6 +43,7 @@ class Startup:
     _elastic_rows: tuple[Patch, ...] = ()
     _faults: Faults = field(default_factory=Faults)
     """Bad input found up to the end of validation, which reports all of it."""
+    _warned: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
         """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release outside the tested range."""
@@ -160,11 +161,17 @@ class Startup:
 
     # ------------------------------------------------------------ replacements
 
+    def _warn_once(self, warning: str) -> None:
+        """Print a warning found while arguments are parsed, which happens more than once (ft_integration)."""
+        if warning not in self._warned and os.environ.get("RANK", "0") == "0":
+            print(f"warning: {warning}", flush=True)
+        self._warned.add(warning)
+
     def _make_parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def parse_args(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"], self._faults)
+            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"], self._faults, self._warn_once)
             parsed = original(**call)
             if not hasattr(parsed, "elastic"):
                 parsed.elastic = False  # a YAML configuration without this setting
@@ -263,6 +270,8 @@ class Startup:
                 folders.check_folders(args)
             self._faults.raise_if_any()
         if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings elsewhere
+            if args.elastic:
+                self._faults.add(f"--yaml-cfg {args.yaml_cfg}: elastic: give --elastic on the command line")
             self._faults.raise_if_any()
         if args.elastic and not self._faults:  # else the run ends at validation
             if not self._elastic_rows:  # Megatron parses more than once (ft_integration)

@@ -1,0 +1,52 @@
+"""Multi-token prediction: layers behind the last one that predict further tokens (DeepSeek-V3, arXiv 2412.19437, §2.2).
+
+They are part of the head's unit. Each of them takes the output of the one before it and the embeddings of later
+tokens, and its own output goes through the same output layer. So both ends of the model look tokens up: the weight of
+the word embeddings is a state-only unit, like that of an output layer tied to it, whether the two are tied or not.
+
+Invariant: dropout in the layers draws masks of their own. The embedding draws those of its use at the first layer, with
+whatever copy of it a rank computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+
+from megatron.elastic.mcore.parallel_state.stage import as_stage
+
+__all__ = ["build_prediction", "dropout_unit", "prediction_spec", "predicts"]
+
+
+def predicts(config: Any) -> int:
+    """Return how many further tokens the model predicts."""
+    return int(getattr(config, "mtp_num_layers", None) or 0)
+
+
+def prediction_spec(config: Any, layer: Any, fused: bool) -> Any:
+    """Return the specification that Megatron gives the last chunk of the model; ``None`` if it predicts one token.
+
+    ``layer``: specification of the last layer; ``fused``: of Transformer Engine.
+    """
+    if not predicts(config):
+        return None
+    chunks = config.virtual_pipeline_model_parallel_size
+    with as_stage(0, 1, chunks):
+        return get_gpt_mtp_block_spec(config, layer, fused, vp_stage=_last(chunks), pp_rank=0)
+
+
+def build_prediction(spec: Any, config: Any, groups: Any) -> MultiTokenPredictionBlock:
+    """Build the layers as those of the last chunk."""
+    last = _last(config.virtual_pipeline_model_parallel_size)
+    return MultiTokenPredictionBlock(config, spec, vp_stage=last, pg_collection=groups)
+
+
+def dropout_unit(config: Any, number: int) -> int:
+    """Return the unit under which layer ``number`` (from 1) draws dropout masks: units behind the model's own."""
+    return int(config.num_layers) + 1 + number
+
+
+def _last(chunks: int | None) -> int | None:
+    return None if chunks is None else chunks - 1

@@ -1,0 +1,194 @@
+"""New modules for units of Megatron's GPTModel, built from the specifications of its layers.
+
+Invariant: parameters have the names, tensor-parallel attributes and types that Megatron gives them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
+
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
+from megatron.elastic.mcore.model.prediction import build_prediction
+from megatron.elastic.mcore.model.tensor_place import TensorPlace
+
+__all__ = ["Modules", "Site", "UnitBuilder"]
+
+Modules = dict[str, Any]
+"""Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The configurations, groups and vocabulary size with which Megatron builds and runs the modules of one place."""
+
+    place: TensorPlace | None
+    model: Any
+    layers: Any
+    groups: Any
+    building: Any
+    """The groups with which modules are built: stand-ins, so that no group needs its members yet."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, inner: Any, place: TensorPlace | None) -> Site:
+        config, groups = inner.config, inner.pg_collection
+        if place is None:
+            return cls(None, config, config, groups, groups, inner.vocab_size)
+        return cls(
+            place,
+            place.cell_config(config),
+            place.layer_config(config),
+            place.groups(groups),
+            place.building_groups(groups),
+            place.vocabulary,
+        )
+
+
+@dataclass(frozen=True)
+class UnitBuilder:
+    """Builds the units of one model. ``first``: its first chunk; ``inner``: the GPTModel in it."""
+
+    first: torch.nn.Module
+    inner: Any
+    units: int
+    layer_specs: LayerSpecs
+    prepare: Callable[[Any, torch.nn.Module, TensorPlace | None], object]
+    """Is told of every module that is built, and for which place."""
+
+    def build(self, unit: int, site: Site, training: bool) -> Modules:
+        """Return new modules for ``unit``, on the device and in the type of the chunks; values undefined."""
+        with _without_values(site.model, site.layers):
+            if unit == 0:
+                modules = {"embedding": self._embedding(site)}
+            elif unit == self.units - 1:
+                modules = self._head(site)
+            else:
+                modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
+        for module in modules.values():
+            if site.place is not None:
+                site.place.settle(module)
+            _mark_cut(module)
+            for parameter in module.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            module.cuda(torch.cuda.current_device())
+            if getattr(self.first, "bf16", False):
+                module.bfloat16()
+            elif getattr(self.first, "fp16", False):
+                module.half()
+            module.train(training)
+            self.prepare(self.inner, module, site.place)
+        return modules
+
+    def _layer(self, unit: int, site: Site) -> torch.nn.Module:
+        decoder = self.inner.decoder
+        offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
+        layer = build_module(
+            self.layer_specs.of_unit(unit),
+            config=config_of_layer(_without_references(site.layers), unit),
+            layer_number=unit - offset,
+            pg_collection=site.building,
+            vp_stage=decoder.vp_stage,
+        )
+        if layer.layer_number != unit:
+            raise RuntimeError(f"Megatron gave layer {unit} the number {layer.layer_number}")
+        if site.place is not None:
+            site.place.deal_experts(layer, site.building)
+        return layer  # type: ignore[no-any-return]
+
+    def _embedding(self, site: Site) -> torch.nn.Module:
+        inner = self.inner
+        embedding = LanguageModelEmbedding(
+            config=site.model,
+            vocab_size=site.vocabulary,
+            max_sequence_length=inner.max_sequence_length,
+            position_embedding_type=inner.position_embedding_type,
+            tp_group=site.building.tp,
+        )
+        embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        return embedding  # type: ignore[no-any-return]
+
+    def _head(self, site: Site) -> Modules:
+        modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
+        if prediction is not None:
+            layers = build_prediction(prediction, _without_references(site.layers), site.building)
+            if site.place is not None:
+                site.place.deal_experts(layers, site.building)
+            modules |= {"embedding": self._embedding(site), "mtp": layers}
+        return {**modules, "output_layer": self._output_layer(site)}
+
+    def _final_norm(self, site: Site) -> torch.nn.Module:
+        norm = self.inner.decoder.submodules.layer_norm
+        make = partial(build_module, norm) if isinstance(norm, ModuleSpec) else norm
+        config = site.model
+        return make(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)  # type: ignore[no-any-return]
+
+    def _output_layer(self, site: Site) -> torch.nn.Module:
+        config = site.model
+        layer = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            site.vocabulary,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=not self.inner.parallel_output,
+            skip_weight_param_allocation=False,
+            tp_group=site.building.tp,
+        )
+        layer.weight.is_embedding_or_output_parameter = True
+        return layer  # type: ignore[no-any-return]
+
+
+def _without_references(config: Any) -> Any:
+    """Return a copy of a configuration without what Megatron's loop puts there for its schedules.
+
+    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
+    functions and timers refer to the whole engine.
+    """
+    mine = copy.copy(config)
+    for name in _REFERENCES:
+        setattr(mine, name, None)
+    return mine
+
+
+_REFERENCES = (
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
+    "timers",
+)
+
+
+@contextmanager
+def _without_values(*configs: Any) -> Iterator[None]:
+    """Build modules without initial values inside the context."""
+    before = [config.perform_initialization for config in configs]
+    for config in configs:
+        config.perform_initialization = False
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.perform_initialization = value
+
+
+def _mark_cut(module: torch.nn.Module) -> None:
+    """Mark the weights of Megatron's layers that are cut over tensor-parallel ranks.
+
+    Megatron marks a weight only where it also gives it a value.
+    """
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            part.weight.tensor_model_parallel = True
+            part.weight.partition_dim = 1 if isinstance(part, RowParallelLinear) else 0
