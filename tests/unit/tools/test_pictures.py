@@ -21,8 +21,12 @@ def test_a_picture_is_the_one_that_the_code_gives_now(name: str) -> None:
     assert (IMAGES / f"{name}.svg").read_text(encoding="utf-8") == drawn, "run python -m tools.pictures"
 
 
+MEASURED = {"peers"}
+"""Drawn from recorded figures by ``tools.benchmark_docs``."""
+
+
 def test_every_drawing_of_the_folder_is_drawn_by_a_function() -> None:
-    assert {path.stem for path in IMAGES.glob("*.svg")} == PICTURES.keys()
+    assert {path.stem for path in IMAGES.glob("*.svg")} == PICTURES.keys() | MEASURED
 
 
 def test_lines_between_packages_imply_all_imports_and_no_line_is_implied() -> None:
