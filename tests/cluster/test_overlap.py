@@ -15,6 +15,7 @@ from megatron.elastic.engine.inject import STEP_POINTS
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
 from megatron.elastic.engine.transaction.shipment import Shipment
+from megatron.elastic.engine.transaction.tools import Tools
 from tests.cluster.checks import check
 from tests.cluster.cluster import run
 from tests.cluster.fabric import ClusterFabric
@@ -76,6 +77,10 @@ def test_many_kills_in_any_order(script: str, seed: int, back: float, more: str)
     survives(script, seed, back, more)
 
 
+def rank_of(tools: Tools) -> int:
+    return tools.fabric.rank
+
+
 @dataclass
 class Calls:
     """Calls of methods in the order in which each rank made them."""
@@ -103,9 +108,9 @@ class Calls:
 def test_sums_begin_and_leave_before_the_backward_is_over(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     calls.watch(ClusterFabric, "begin_reduce_scatter_blocks", lambda fabric: fabric.rank)
-    calls.watch(BackgroundReduce, "complete", lambda reduce: reduce._tools.fabric.rank)
-    calls.watch(Shipment, "advance", lambda shipment: shipment._tools.fabric.rank)
-    calls.watch(Shipment, "complete", lambda shipment: shipment._tools.fabric.rank)
+    calls.watch(BackgroundReduce, "complete", lambda reduce: rank_of(reduce._tools))
+    calls.watch(Shipment, "advance", lambda shipment: rank_of(shipment._tools))
+    calls.watch(Shipment, "complete", lambda shipment: rank_of(shipment._tools))
     run(f"{layout} {BEHIND}")
     assert len(calls.of) == 4
     for told in calls.each():
@@ -117,9 +122,9 @@ def test_sums_begin_and_leave_before_the_backward_is_over(layout: str, monkeypat
 
 def test_a_forward_waits_for_the_parameters_of_its_units_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    calls.watch(BackgroundGather, "wait_for", lambda gather: gather._tools.fabric.rank)
-    calls.watch(BackgroundGather, "complete", lambda gather: gather._tools.fabric.rank)
-    calls.watch(BackgroundReduce, "begin", lambda reduce: reduce._tools.fabric.rank)
+    calls.watch(BackgroundGather, "wait_for", lambda gather: rank_of(gather._tools))
+    calls.watch(BackgroundGather, "complete", lambda gather: rank_of(gather._tools))
+    calls.watch(BackgroundReduce, "begin", lambda reduce: rank_of(reduce._tools))
     cluster = run(f"dp4 {BEHIND}")
     assert cluster.finished
     for told in calls.each():

@@ -11,6 +11,7 @@ import pytest
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.combinations import prediction_faults
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -349,6 +350,7 @@ def test_further_tokens_that_do_not_hold_are_refused(given: dict[str, Any], conf
     )
     with pytest.raises(BadInput, match=words):
         check(plain(**{**further, **given}), config, "cpu", [])
+    assert len(list(prediction_faults(plain(**{**further, **given}), config))) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
 from megatron.elastic.mcore.model.prediction import build_prediction
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 
-__all__ = ["Modules", "Site", "UnitBuilder"]
+__all__ = ["BuildSite", "Modules", "UnitBuilder"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
 
 
 @dataclass(frozen=True)
-class Site:
+class BuildSite:
     """The configurations, groups and vocabulary size with which Megatron builds and runs the modules of one place."""
 
     place: TensorPlace | None
@@ -43,7 +43,7 @@ class Site:
     vocabulary: int
 
     @classmethod
-    def of(cls, inner: Any, place: TensorPlace | None) -> Site:
+    def of(cls, inner: Any, place: TensorPlace | None) -> BuildSite:
         config, groups = inner.config, inner.pg_collection
         if place is None:
             return cls(None, config, config, groups, groups, inner.vocab_size)
@@ -68,7 +68,7 @@ class UnitBuilder:
     prepare: Callable[[Any, torch.nn.Module, TensorPlace | None], object]
     """Is told of every module that is built, and for which place."""
 
-    def build(self, unit: int, site: Site, training: bool) -> Modules:
+    def build(self, unit: int, site: BuildSite, training: bool) -> Modules:
         """Return new modules for ``unit``, on the device and in the type of the chunks; values undefined."""
         with _without_values(site.model, site.layers):
             if unit == 0:
@@ -92,7 +92,7 @@ class UnitBuilder:
             self.prepare(self.inner, module, site.place)
         return modules
 
-    def _layer(self, unit: int, site: Site) -> torch.nn.Module:
+    def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
         decoder = self.inner.decoder
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
@@ -108,7 +108,7 @@ class UnitBuilder:
             site.place.deal_experts(layer, site.building)
         return layer  # type: ignore[no-any-return]
 
-    def _embedding(self, site: Site) -> torch.nn.Module:
+    def _embedding(self, site: BuildSite) -> torch.nn.Module:
         inner = self.inner
         embedding = LanguageModelEmbedding(
             config=site.model,
@@ -120,7 +120,7 @@ class UnitBuilder:
         embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         return embedding  # type: ignore[no-any-return]
 
-    def _head(self, site: Site) -> Modules:
+    def _head(self, site: BuildSite) -> Modules:
         modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
         if prediction is not None:
             layers = build_prediction(prediction, _without_references(site.layers), site.building)
@@ -129,13 +129,13 @@ class UnitBuilder:
             modules |= {"embedding": self._embedding(site), "mtp": layers}
         return {**modules, "output_layer": self._output_layer(site)}
 
-    def _final_norm(self, site: Site) -> torch.nn.Module:
+    def _final_norm(self, site: BuildSite) -> torch.nn.Module:
         norm = self.inner.decoder.submodules.layer_norm
         make = partial(build_module, norm) if isinstance(norm, ModuleSpec) else norm
         config = site.model
         return make(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)  # type: ignore[no-any-return]
 
-    def _output_layer(self, site: Site) -> torch.nn.Module:
+    def _output_layer(self, site: BuildSite) -> torch.nn.Module:
         config = site.model
         layer = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,

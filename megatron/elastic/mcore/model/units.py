@@ -32,7 +32,7 @@ from megatron.elastic.engine.compute.model_interface import place_of
 from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
-from megatron.elastic.mcore.model.unit_builder import Modules, Site, UnitBuilder
+from megatron.elastic.mcore.model.unit_builder import BuildSite, Modules, UnitBuilder
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
@@ -67,7 +67,7 @@ class Anatomy:
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
         self._ghosts: dict[tuple[int, int], torch.nn.ModuleList] = {}
         self._training = True
-        self._site = Site.of(self._inner, None)
+        self._site = BuildSite.of(self._inner, None)
 
     @property
     def tied(self) -> bool:
@@ -190,12 +190,12 @@ class Anatomy:
             **(self._held if place == self._site.place else {}),
         }
 
-    def _site_of(self, place: TensorPlace | None) -> Site:
+    def _site_of(self, place: TensorPlace | None) -> BuildSite:
         if place == self._site.place:
             return self._site
         # Modules are built in a group of one, then settled: Megatron's remark does not hold afterwards.
         warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
-        return Site.of(self._inner, place)
+        return BuildSite.of(self._inner, place)
 
     def _headless(self, modules: Modules, wanted: frozenset[int]) -> bool:
         """Return whether the unit is a head that was built beside the embedding, whose weight it now lacks."""
