@@ -56,7 +56,9 @@ CASES = (
     Case("unknown-flag", 1, "--mock-data --tensor-model-parralel-size 2", ("did you mean --tensor-model-par",)),
     Case("elastic-flag", 1, "--mock-data --elastic --elastic-mirrors -1", ("--elastic-mirrors",)),
     Case("context-parallel", 2, "--mock-data --context-parallel-size 2", ("--context-parallel-size", "needs a GPU")),
-    Case("refused-with-elastic", 1, "--mock-data --elastic --mtp-num-layers 1", ("--mtp-num-layers", "--elastic")),
+    Case("refused-with-elastic", 1, "--mock-data --elastic --data-parallel-random-init",
+         ("--data-parallel-random-init", "not supported with --elastic")),
+    Case("further-tokens", 1, "--mock-data --elastic --mtp-num-layers 1", ("--mtp-num-layers 1", "use rope")),
     Case("strict-flags", 1, "--mock-data --elastic-strict-flags", ("--transformer-impl local", "gloo")),
     Case("no-launcher", 2, "--mock-data --elastic", ("python -m megatron.elastic.launch --nproc-per-node 2",),
          launcher=False),
@@ -68,8 +70,8 @@ CASES = (
     Case("save-nowhere", 1, "--mock-data --save-interval 1 --save /proc/saved",
          ("--save /proc/saved cannot be written to (/proc: ",)),
     Case("events-to-a-file", 1, "--mock-data --elastic --elastic-event-log {good}.bin", ("--elastic-event-log",)),
-    Case("all-at-once", 2, "--mock-data --elastic --elastic-mirrors -1 --mtp-num-layers 1 --num-attention-heads 3 "
-         "--tensor-model-parallel-size 2 --load {tracked} --save {good}.bin --no-such-flag",
+    Case("all-at-once", 2, "--mock-data --elastic --elastic-mirrors -1 --data-parallel-random-init "
+         "--num-attention-heads 3 --tensor-model-parallel-size 2 --load {tracked} --save {good}.bin --no-such-flag",
          ("--num-attention-heads 3",), more=6),
     Case("megatrons-own-check", 1, "--mock-data --min-lr 1.0", ("args.min_lr <= args.lr",)),
 )

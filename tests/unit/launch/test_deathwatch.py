@@ -173,7 +173,10 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
 
     pool = Pool(loop, (), PoolEvents(said, ended, lambda ready: None), ZygoteProcess.execute(()))
     try:
-        for number in range(1, 4):
+        # On a busy machine a worker may be gone before this process looks: another worker shows it.
+        for number in range(1, 13):
+            if sum(early for _, _, early in ends) == 2:
+                break
             start(pool, script, number)
             serve(loop, lambda: bool(ends) and not pool.keeps(0))
             assert [status for _, status, _ in ends] == [signal.SIGKILL] * number
@@ -181,7 +184,7 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
     finally:
         pool.close()
         loop.close()
-    assert sum(early for _, _, early in ends) >= 2, "the end of a worker was told only when it was gone"
+    assert sum(early for _, _, early in ends) == 2, "the end of a worker was told only when it was gone"
 
 
 def start(pool: Pool, script: Path, number: int) -> None:
