@@ -79,7 +79,9 @@ def _contender(name: str, results: Sequence[Result]) -> dict[str, Any]:
     contender = CONTENDERS[name]
     own = [result for result in results if result["contender"] == name]
     calm = {result["number"]: result for result in own if result["fault"] == "calm"}
-    undisturbed = calm.get(0) or next((r for r in results if _is(r, contender.baseline, "calm")), {"losses": {}})
+    undisturbed: Result = calm.get(0) or next(
+        (r for r in results if _is(r, contender.baseline, "calm")), {"losses": {}}
+    )
     losses = {int(step): loss for step, loss in undisturbed["losses"].items()}
     faults = {fault: _fault([r for r in own if r["fault"] == fault], losses) for fault in contender.faults}
     return {

@@ -36,7 +36,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,11 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    known_names = {"contenders": CONTENDERS, "faults": {"calm": None, **FAULTS}, "layouts": LAYOUTS}
+    known_names: dict[str, Iterable[str]] = {
+        "contenders": CONTENDERS,
+        "faults": {"calm": None, **FAULTS},
+        "layouts": LAYOUTS,
+    }
     for flag, known in known_names.items():
         for name in getattr(options, flag).split(","):
             if name not in known:

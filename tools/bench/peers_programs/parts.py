@@ -93,7 +93,7 @@ def part_of(place: Place, inside: dist.ProcessGroup | None) -> Part:
         tensor.cut(whole, place.part, place.layout.tensor, inside)
         counted = tensor.shards_of(whole) if place.part else list(whole.parameters())
         return Part(whole, inside, tuple(counted))
-    tied = whole.tokens.weight
+    tied = next(whole.tokens.parameters())
     stage = pipeline.Last(whole, inside) if place.part else pipeline.First(whole, inside)
     counted = [p for p in stage.parameters() if p is not tied or not place.part]
     return Part(stage, inside, tuple(counted), (tied,), has_loss=bool(place.part))

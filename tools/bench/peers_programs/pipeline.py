@@ -99,7 +99,7 @@ class First(_Stage):
         total = torch.zeros(())
         for tag, rows in enumerate(samples.chunk(MICRO_BATCHES)):
             states = self.tokens(rows[:, :-1]) + self.positions.weight
-            total = total + _Sent.apply(self.compute(states), self, tag)
+            total = total + _Sent.apply(self.compute(states), self, tag)  # type: ignore[no-untyped-call]
         return total
 
 
@@ -116,7 +116,8 @@ class Last(_Stage):
         total = torch.zeros(())
         anchor = torch.zeros((), requires_grad=True)
         for tag, rows in enumerate(samples.chunk(MICRO_BATCHES)):
-            states = self.compute(_Received.apply(anchor, self, len(rows), tag))
+            received = _Received.apply(anchor, self, len(rows), tag)  # type: ignore[no-untyped-call]
+            states = self.compute(received)
             logits = self.last_norm(states) @ self.tokens.weight.t()
             total = total + common.mean_loss(logits, rows[:, 1:]) * (len(rows) / len(samples))
         return total

@@ -57,7 +57,8 @@ class Column(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs of ``states`` [..., inputs]."""
-        return functional.linear(_Copied.apply(states, self._group), self.weight, self.bias)
+        copied = _Copied.apply(states, self._group)  # type: ignore[no-untyped-call]
+        return functional.linear(copied, self.weight, self.bias)
 
 
 class Row(nn.Module):
@@ -70,18 +71,19 @@ class Row(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return all outputs, from this rank's inputs ``states`` [..., inputs / ranks]."""
-        total: torch.Tensor = _Summed.apply(functional.linear(states, self.weight), self._group)
+        own = functional.linear(states, self.weight)
+        total: torch.Tensor = _Summed.apply(own, self._group)  # type: ignore[no-untyped-call]
         return total + self.bias
 
 
 def cut(model: common.Gpt, part: int, parts: int, group: dist.ProcessGroup) -> None:
     """Replace the linear layers of ``model`` by shard ``part`` of ``parts``. ``group`` has the ranks of the replica."""
+    rows_of_heads = torch.arange(3 * common.HIDDEN).view(3, parts, -1)[:, part].flatten()
+    rows_of_units = torch.arange(4 * common.HIDDEN).chunk(parts)[part]
     for layer in model.layers:
-        assert isinstance(layer, common.Layer)
-        attention, wide = layer.queries_keys_values, layer.wide
-        rows = torch.arange(3 * common.HIDDEN).view(3, parts, -1)[:, part].flatten()
-        layer.queries_keys_values = Column(attention.weight.detach()[rows], attention.bias.detach()[rows], group)
-        layer.wide = Column(wide.weight.detach().chunk(parts)[part], wide.bias.detach().chunk(parts)[part], group)
+        for name, rows in (("queries_keys_values", rows_of_heads), ("wide", rows_of_units)):
+            linear = getattr(layer, name)
+            setattr(layer, name, Column(linear.weight.detach()[rows], linear.bias.detach()[rows], group))
         for name in ("projection", "narrow"):
             linear = getattr(layer, name)
             setattr(layer, name, Row(linear.weight.detach().chunk(parts, dim=1)[part], linear.bias.detach(), group))
