@@ -38,18 +38,18 @@ def flags_of(scenario: Scenario) -> list[str]:
     return flags
 
 
-def play(scenario: Scenario, folder: Path) -> Ending:
-    """Run ``scenario`` and compare its losses with an undisturbed job's. Raises ``AssertionError``."""
-    return played(scenario, folder)[0]
+def play(scenario: Scenario, folder: Path, undisturbed: Path | None = None) -> Ending:
+    """Run ``scenario`` and compare its losses with an undisturbed job's. Raises ``AssertionError``.
+
+    ``undisturbed``: a folder that keeps undisturbed runs for later scenarios. Prints the faults that struck.
+    """
+    return played(scenario, folder, undisturbed)[0]
 
 
 def played(
     scenario: Scenario, folder: Path, undisturbed: Path | None = None, seconds: float = 240.0
 ) -> tuple[Ending, int]:
-    """As :func:`play`; returns also how many faults struck, and prints them.
-
-    ``undisturbed``: a folder that keeps undisturbed runs for later scenarios.
-    """
+    """As :func:`play`; returns also how many faults struck."""
     shared = undisturbed or folder / "undisturbed"
     if any(fault.losses is not None or fault.rejoin is not None for fault in scenario.faults):
         returns, flags = scenario.back if scenario.back in RETURNS else "soon", flags_of(scenario)
