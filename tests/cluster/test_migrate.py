@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
+from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.migrate import Migrator
 from tests.cluster.checks import check
@@ -54,6 +57,29 @@ def test_a_migration_is_named_by_a_vote_at_which_all_ranks_hold_its_copies() -> 
     assert states[ended:] == [(False, 0)] * (len(states) - ended), "nothing is left there, and nothing comes back"
     received = {process.rank: engine_of(process).state_bytes for process in cluster.finished}
     assert received[3] == 0 and sum(received.values()) > 0
+
+
+def test_the_messages_to_a_targets_copies_take_the_memory_that_was_prepared_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step whose vote ends a migration sends other messages than the steps before it, all of prepared sizes."""
+    prepared: list[int] = []
+    left: list[list[int]] = []
+    prepare, clear = MessageMemory.prepare, MessageMemory.clear
+
+    def prepares(memory: MessageMemory, sizes: Iterable[int]) -> None:
+        prepared.extend(sizes := list(sizes))
+        prepare(memory, sizes)
+
+    def clears(memory: MessageMemory) -> None:
+        left.append(memory.left)
+        clear(memory)
+
+    monkeypatch.setattr(MessageMemory, "prepare", prepares)
+    monkeypatch.setattr(MessageMemory, "clear", clears)
+    check(run("steps=7 seed=1", Program(fenced=move_away)))
+    assert prepared, "some rank sends reduced blocks"
+    assert left == [[]] * 4, "each of the four ranks has ended one migration"
 
 
 def test_one_migration_at_a_time_and_none_without_changes() -> None:

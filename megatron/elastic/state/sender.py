@@ -76,6 +76,8 @@ class BlockSender:
         self._scratch = torch.empty(0)
         """Memory of the base being sent, reused so that the kernel does not allocate pages for each base."""
         self._prepared: dict[BlockKey, _Base] = {}
+        self._for_bases = torch.empty(0)
+        """Memory of :meth:`prepare`, if it was allocated before."""
         self._last: int | None = None
         """Version at which the transfer is to end, once known."""
         self.ended = False
@@ -97,14 +99,23 @@ class BlockSender:
 
         A base whose block changes before it is sent is copied anew. On any thread, once, while there is processor time.
         """
+        copies = self._first()
+        sizes = [copy.state.numel() for copy in copies]
+        memory = self._for_bases if self._for_bases.numel() == sum(sizes) else torch.empty(sum(sizes))
+        for copy, into in zip(copies, memory.split(sizes), strict=True):
+            with self._lock:
+                self._prepared[copy.block.key] = self._copied(copy, into)
+
+    def allocate(self) -> None:
+        """Allocate and write the memory of :meth:`prepare`, which then only copies. On any thread, before it."""
+        self._for_bases = torch.zeros(sum(copy.state.numel() for copy in self._first()))
+
+    def _first(self) -> list[BlockCopy]:
+        """Return the waiting copies whose bases fit the memory limit together."""
         with self._lock:
             waiting = [self._pool.get(key) for key in self._waiting]
         ends = accumulate(copy.state.numel() for copy in waiting)
-        copies = [copy for copy, end in zip(waiting, ends, strict=True) if 4 * end <= self._memory]
-        sizes = [copy.state.numel() for copy in copies]
-        for copy, into in zip(copies, torch.empty(sum(sizes)).split(sizes), strict=True):
-            with self._lock:
-                self._prepared[copy.block.key] = self._copied(copy, into)
+        return [copy for copy, end in zip(waiting, ends, strict=True) if 4 * end <= self._memory]
 
     @property
     def pending(self) -> int:

@@ -168,9 +168,14 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("memory", [PLENTY, 3 * 4 * LAYOUT.blocks[0].numel])
-def test_bases_that_were_copied_ahead_are_those_of_the_version_they_are_sent_at(steps: int, memory: int):
+@pytest.mark.parametrize("allocated", [True, False])
+def test_bases_that_were_copied_ahead_are_those_of_the_version_they_are_sent_at(
+    steps: int, memory: int, allocated: bool
+):
     source, record = source_pool()
     with streaming(source, memory) as (joiner, sender, receiver):
+        if allocated:
+            sender.allocate()
         sender.prepare()
         for _ in range(steps):
             record = train([source], record)

@@ -27,6 +27,7 @@ from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.protection import Exposure, Protected
+from megatron.elastic.engine.transaction.shipment import sizes_of, way_to
 from megatron.elastic.engine.transaction.streams import Moved, Streams
 from megatron.elastic.platform.threads import Threads
 from megatron.elastic.state.transfer import commit, prune
@@ -157,21 +158,26 @@ class Migrator:
             self.conclude()
 
     def link_is_free(self) -> None:
-        """Let streams send: this rank computes or is between steps and does not need the link."""
-        if self._streams is not None:
-            self._streams.link_is_free(True)
+        """Let streams send: this rank computes or is between steps and does not need the link.
+
+        Memory, modules and the plan of the target are made now too: an accelerator leaves the processor idle, and
+        after computing the reduction needs it.
+        """
+        if self._streams is None:
+            return
+        self._streams.link_is_free(True)
+        if not self._prepared and not self._concluded:  # else it could be late
+            made = partial(self._prepare, self._streams, self._context.view)
+            self._context.tools.threads.start("elastic-prepare", made)
+            self._prepared = True
 
     def link_is_taken(self) -> None:
-        """Have streams pause: the step's messages need the link now. Use the free processor time for preparation."""
+        """Have streams pause: the step's messages need the link now."""
         self._gone.clear()
         if self._streams is None:
             return
         at = self._context
         self._streams.link_is_free(at.view.cell is None)
-        if not self._prepared and not self._concluded:  # else it could be late
-            made = partial(self._prepare, self._streams, at.view)
-            at.tools.threads.start("elastic-prepare", made)
-            self._prepared = True
 
     def updated(self) -> None:
         """Copy the bases of a held migration while this rank waits for parameters: state is constant until the vote."""
@@ -263,8 +269,10 @@ class Migrator:
         self._begun = 0
 
     def _prepare(self, streams: Streams, view: View) -> None:
-        self._context.views.prepare(view, streams.migration.target.assignment)
+        at, target = self._context, streams.migration.target
+        at.views.prepare(view, target.assignment)
         streams.prepare()
+        at.tools.messages.prepare(sizes_of(way_to(at.tools, view, target.placement)))
 
     def _build_view(self) -> None:
         """End the migration and work under its target."""
@@ -276,6 +284,7 @@ class Migrator:
 
     def _end(self, streams: Streams) -> None:
         streams.abandon()
+        self._context.tools.messages.clear()
         self._gone.append(streams)
         self._pace = streams.pace(self._pace)
         self._arrived += streams.bytes_received

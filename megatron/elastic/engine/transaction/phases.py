@@ -32,11 +32,11 @@ from megatron.elastic.engine.compute.replicas import unequal_replicas
 from megatron.elastic.engine.compute.samples import PieceBatch
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.buckets import Cut, buckets_of
-from megatron.elastic.engine.generation.view import GroupSpan, Routes, View, routes
+from megatron.elastic.engine.generation.view import GroupSpan, Routes, View
 from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
-from megatron.elastic.engine.transaction.shipment import Shipment, packed_gradients, take_gradients
+from megatron.elastic.engine.transaction.shipment import Shipment, packed_gradients, take_gradients, way_to
 from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
@@ -283,13 +283,12 @@ class StepBody:
             return
         pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
         if named is not self._view.placement:
-            holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
-            way = routes(tools.fabric.rank, self._view.placement, holders, tools.layouts)
+            way, interval = way_to(tools, self._view, named), 0
         elif pool.snapshot == "state":
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            return packed_gradients(pool, blocks, gradient_key, interval)
+            return packed_gradients(pool, blocks, gradient_key, interval, tools.messages)
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
             self.disputes.add(take_gradients(pool, blocks, gradient_key, interval, parts, sealed))
@@ -354,7 +353,7 @@ class StepBody:
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
         for owner, blocks in way.incoming.items():
-            buffer = torch.empty(sum(width * block.numel + extra for block in blocks), dtype=torch.float32)
+            buffer = tools.messages.take(sum(width * block.numel + extra for block in blocks))
             arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
         leaving: list[tuple[dist.Work, torch.Tensor]] = []
         for mirror, blocks in way.outgoing.items():

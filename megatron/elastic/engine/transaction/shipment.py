@@ -17,15 +17,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes, block_checksums, disputes
+from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
-from megatron.elastic.engine.generation.view import Routes
+from megatron.elastic.engine.generation.view import Routes, View, routes
 from megatron.elastic.engine.transaction.tools import Tools
 from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey
 
-__all__ = ["Shipment", "packed_gradients", "take_gradients"]
+__all__ = ["Shipment", "packed_gradients", "sizes_of", "take_gradients", "way_to"]
 
 Message = tuple[StateBlock, ...]
 
@@ -55,12 +57,15 @@ class Shipment:
         """Send the messages whose blocks are reduced, and take in those that have come. Raises ``CommError``."""
         for peer, messages in self._outgoing.items():
             while messages and self._is_reduced(messages[0]):
-                packed = packed_gradients(self._tools.pool, messages.popleft(), self._key, self._interval)
+                packed = self._packed(messages.popleft())
                 work = started(dist.isend(packed, dst=peer, group=self._group, tag=self._tag))
                 self._leaving.append((work, packed))
         for arriving in self._arriving.values():
             while arriving and arriving[0][0].is_completed():
                 self._take(*arriving.popleft())
+
+    def _packed(self, message: Message) -> torch.Tensor:
+        return packed_gradients(self._tools.pool, message, self._key, self._interval, self._tools.messages)
 
     def _is_reduced(self, message: Message) -> bool:
         return all(self._key in self._tools.pool.get(block.key).gradients for block in message)
@@ -83,10 +88,28 @@ class Shipment:
             work.wait()
 
 
-def packed_gradients(pool: StatePool, blocks: Message, key: GradientKey, interval: int) -> torch.Tensor:
-    """Return the message with the gradients of ``blocks``, fp32, and their checksums behind them."""
+def way_to(tools: Tools, view: View, named: Placement) -> Routes:
+    """Return this rank's messages from the owners of ``view`` to the copies of the placement ``named``.
+
+    In ``state`` mode blocks go only to future owners.
+    """
+    holders = named if tools.pool.snapshot == "gradient" else named.owners_only()
+    return routes(tools.fabric.rank, view.placement, holders, tools.layouts)
+
+
+def sizes_of(way: Routes) -> list[int]:
+    """Return the fp32 elements of each message of ``way`` that carries reduced blocks."""
+    messages = (*way.outgoing.values(), *way.incoming.values())
+    return [sum(block.numel + CHECKSUM_SLOTS for block in blocks) for blocks in messages]
+
+
+def packed_gradients(
+    pool: StatePool, blocks: Message, key: GradientKey, interval: int, memory: MessageMemory
+) -> torch.Tensor:
+    """Return the message with the gradients of ``blocks``, fp32, and their checksums behind them, in ``memory``."""
     parts = [pool.get(block.key).host_gradient(key) for block in blocks]
-    return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], key, interval)])
+    parts.append(block_checksums(pool, [block.key for block in blocks], key, interval))
+    return torch.cat(parts, out=memory.take(sum(part.numel() for part in parts)))
 
 
 def take_gradients(

@@ -209,10 +209,12 @@ class Streams:
                 )
 
     def prepare(self) -> None:
-        """Allocate memory for the copies of held streams. On any thread, beside a step."""
+        """Allocate memory for the copies and bases of held streams. On any thread, beside a step."""
         if self._held:
-            for part in self._incoming:
-                part.receiver.prepare(part.blocks)
+            for arriving in self._incoming:
+                arriving.receiver.prepare(arriving.blocks)
+            for leaving in self._outgoing:
+                leaving.sender.allocate()
 
     @property
     def held(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients
+from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelInterface
 from megatron.elastic.engine.compute.piece_times import HOST_CLOCK, Clock
 from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
@@ -46,6 +47,7 @@ class Tools:
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
+    messages: MessageMemory = field(default_factory=MessageMemory)
     relocation: Relocation | None = None
     """Moves copies between host and device as roles change; None where owners lie in host memory."""
 
