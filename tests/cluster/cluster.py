@@ -47,6 +47,7 @@ from megatron.elastic.runtime.connect import linked
 from megatron.elastic.runtime.publish import RepeatedWork, publish_recovery
 from megatron.elastic.runtime.start import JobGone, found, join
 from megatron.elastic.runtime.telemetry import write_recovery
+from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJournal
 from tests.cluster.cut_model import CutModel
@@ -301,9 +302,10 @@ class RankProcess:
                 if speaks:
                     publish_recovery(self.membership, outcome, event, repeated_s)
 
+        load = None if program.experts is None else ExpertLoad(tuple(range(UNITS)), EXPERTS)
         settings = Settings(
             7,
-            HYPER,
+            replace(HYPER, load=load),
             per_token_loss=True,
             whole_microbatches=program.experts is not None,
             communication_timeout=TIMEOUT,

@@ -1,8 +1,9 @@
 """A model whose ranks share experts: each unit adds, to that of :mod:`shared_model`, an expert's product of a position.
 
-A position goes to the expert of its number, so choices depend on no rounding. An expert is a matrix, of which each of
-several ranks may have some columns. The ranks of a crew exchange positions with sums: each sets its own ones into a
-tensor of all, and every home multiplies what its experts receive. A rank without samples sets none.
+A position goes to an expert by its number and the unit's, so choices depend on no rounding; one expert has half of all.
+An expert is a matrix, of which each of several ranks may have some columns. The ranks of a crew exchange positions with
+sums: each sets its own ones into a tensor of all, and every home multiplies what its experts receive. A rank without
+samples sets none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tests.cluster.shared_model import SharedModel
 __all__ = ["EXPERTS", "RoutedModel"]
 
 EXPERTS = 4
+CHOICES = torch.tensor([[0, 1, 1, 2], [3, 1, 0, 1]])
+"""By units of even and odd numbers, and position: the expert."""
 ROWS = 1
 """Rows of a piece that has any."""
 
@@ -34,6 +37,8 @@ class RoutedModel(SharedModel):
     def __init__(self, units: int, held: Collection[int], place: CellPlace, fabric: Fabric, cut: int) -> None:
         super().__init__(units, held, place, fabric)
         self._cut, self._launched = cut, len(place.ranks)
+        self._sent: dict[int, torch.Tensor] = {}
+        """Unit → positions that this rank sent to each expert."""
         self._experts = {
             unit: {expert: torch.nn.Parameter(self._initial(unit, expert)) for expert in self._mine} for unit in held
         }
@@ -99,13 +104,15 @@ class RoutedModel(SharedModel):
 
     def _routed(self, unit: int, x: torch.Tensor) -> torch.Tensor:
         """Return the products of this rank's positions, whichever ranks have their experts."""
-        rows = x.shape[1]
+        rows, choices = x.shape[1], CHOICES[unit % 2]
+        if torch.is_grad_enabled():
+            mine = torch.cat([choices[start:stop] for start, stop in self._runs])
+            self._sent[unit] = self._sent.get(unit, 0) + rows * torch.bincount(mine, minlength=EXPERTS)
         tokens = Mapped.apply(x, self._spread, lambda gradient: self._collected(gradient, rows))
         received, experts = tokens[..., self._columns], self._experts[unit]
         products = torch.zeros_like(tokens)
         for expert, weight in experts.items():
-            chosen = (torch.arange(LENGTH) + unit) % EXPERTS == expert
-            products = products + chosen.view(1, LENGTH, 1, 1) * (received @ weight.t())
+            products = products + (choices == expert).view(1, LENGTH, 1, 1) * (received @ weight.t())
         return Mapped.apply(products, lambda whole: self._collected(whole, rows), self._spread)  # type: ignore[no-any-return, no-untyped-call]
 
     def _spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,6 +139,10 @@ class RoutedModel(SharedModel):
             dist.all_reduce(total, group=self._fabric.group("crew", self._members))
         return total
 
+    def weigh_layer_losses(self, weight: float) -> None:
+        """See :class:`ModelInterface`: no layer has a loss, but each counts positions."""
+        self._sent = {}
+
     def expert_tokens(self) -> Mapping[int, Sequence[int]]:
-        """See :class:`ModelInterface`: no router has a bias."""
-        return {}
+        """See :class:`ModelInterface`."""
+        return {unit: tuple(map(int, sent.tolist())) for unit, sent in self._sent.items()}

@@ -36,6 +36,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from megatron.elastic.state.expert_bias import ExpertBalance
+from megatron.elastic.state.expert_layers import ExpertLayers
+from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.layout import BlockKey
 
 __all__ = [
@@ -118,6 +120,13 @@ class Hyper:
     hysteresis: int = 2
     balance: ExpertBalance | None = None
     """Layers whose routers have a bias that follows the numbers of tokens; None: there are none."""
+    load: ExpertLoad | None = None
+    """Layers whose experts ranks share, so that their load is measured; None: there are none."""
+
+    @property
+    def counted(self) -> ExpertLayers | None:
+        """The layers whose tokens the vote counts by expert."""
+        return self.balance or self.load
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,8 @@ class StepRecord:
     """(cell, parts per million) of the cells measured to be slower than their peers; plans use them."""
     expert_bias: str = ""
     """Bias of routers in the next step (:class:`ExpertBalance`); empty where no layer has one."""
+    expert_load: str = ""
+    """Measured load of experts (:class:`ExpertLoad`); empty before the first step, and where it is not measured."""
 
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
@@ -262,7 +273,7 @@ class Vote:
     left_out: bool = False
     """True if nothing was computed from the samples, so that there is no gradient."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Unit → tokens that each of its experts received, where routers have a bias."""
+    """Unit → tokens that each of its experts received, where they are counted."""
 
 
 def _fp32(value: float) -> float:
@@ -340,6 +351,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         skipped_steps=previous.skipped_steps + skipped,
         speeds=vote.speeds,
         expert_bias=_next_bias(previous, vote, hyper),
+        expert_load=_next_load(previous, vote, hyper),
     )
 
 
@@ -348,6 +360,13 @@ def _next_bias(previous: StepRecord, vote: Vote, hyper: Hyper) -> str:
     if hyper.balance is None or vote.left_out:
         return previous.expert_bias
     return hyper.balance.advanced(previous.expert_bias, vote.expert_tokens)
+
+
+def _next_load(previous: StepRecord, vote: Vote, hyper: Hyper) -> str:
+    """Return the load of experts. A vote repeated after a loss has the counts of the ranks that are left."""
+    if hyper.load is None or vote.left_out:
+        return previous.expert_load
+    return hyper.load.advanced(previous.expert_load, vote.expert_tokens)
 
 
 def _norm(squares: list[float]) -> float:

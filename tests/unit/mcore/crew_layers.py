@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron.elastic.engine.compute.model_interface import Crew
-from megatron.elastic.mcore.model.expert_homes import deal_experts, expert_of, join_crew, launch_crew
+from megatron.elastic.mcore.model.expert_homes import deal_experts, expert_of, join_crew, launch_crew, sent_tokens
 from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
 from megatron.elastic.mcore.model.prediction import build_prediction, prediction_spec
 
@@ -116,7 +116,8 @@ def compute(case: Dealt) -> dict[str, float]:
         holder.mlp = layer
         output = GhostLayer(holder)(mine)[0]
     output.square().sum().backward()
-    differences: dict[str, float] = {}
+    counted = sum(sent_tokens([layer])[1])
+    differences: dict[str, float] = {"counted": abs(counted - TOP * LENGTH * case.rows[rank])}
     for other, rows in enumerate(case.rows):
         if not rows:
             continue

@@ -32,7 +32,7 @@ def test_each_step_gives_the_bits_of_an_update_in_fp32(steps: list[dict[int, lis
 @given(st.lists(TOKENS, min_size=1, max_size=5))
 def test_counts_of_all_ranks_add_up_in_the_vote(ranks: list[dict[int, list[int]]]) -> None:
     balance = ExpertBalance(UNITS, EXPERTS, 1e-3)
-    layout = VoteLayout((), (), groups=1, balance=balance)
+    layout = VoteLayout((), (), groups=1, counted=balance)
     votes = [*(Tally(expert_tokens=mine) for mine in ranks), Tally()]
     total = layout.unpack(torch.stack([layout.pack(vote) for vote in votes]).sum(0))
     assert total.voters == len(votes)

@@ -90,7 +90,7 @@ class PassResult:
     contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Unit → tokens that each of its experts received from here, where routers have a bias."""
+    """Unit → tokens that each of its experts received from here, where they are counted."""
     measured: PieceTimes = field(default_factory=PieceTimes)
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:

@@ -257,7 +257,7 @@ class ModelInterface(Protocol):
     def expert_tokens(self) -> Mapping[int, Sequence[int]]:
         """Return unit → tokens that each expert received from this rank since :meth:`weigh_layer_losses`.
 
-        Only of routers with a bias.
+        Only of routers with a bias, and of layers whose experts ranks share.
         """
 
     def train(self, mode: bool) -> None:

@@ -25,7 +25,7 @@ from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.clocks import ClockState
 from megatron.elastic.engine.compute.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
-from megatron.elastic.state.expert_bias import ExpertBalance
+from megatron.elastic.state.expert_layers import ExpertLayers
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import Agreed, Rate
 
@@ -118,7 +118,7 @@ class Tally:
     rates: tuple[Rate, ...] = ()
     """Rates by parameter group, from the lowest living rank alone: cosines of two ranks may differ in the last bit."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Unit → tokens that each of its experts received from this rank, where routers have a bias."""
+    """Unit → tokens that each of its experts received from this rank, where they are counted."""
     rows: tuple[int, ...] = ()
     """Rows of ``ledger.samples``, ascending. Not part of the vector; part of the report if the vote is interrupted."""
 
@@ -134,13 +134,13 @@ class VoteLayout:
     """Cells whose clocks are voted on."""
     groups: int = 0
     """Parameter groups, each with a learning rate and a weight decay."""
-    balance: ExpertBalance | None = None
+    counted: ExpertLayers | None = None
     """Layers whose tokens are counted by expert."""
 
     @property
     def size(self) -> int:
         """Length of the vector."""
-        return self._tokens_at + (0 if self.balance is None else self.balance.size)
+        return self._tokens_at + (0 if self.counted is None else self.counted.size)
 
     @property
     def _tokens_at(self) -> int:
@@ -200,8 +200,8 @@ class VoteLayout:
         start = self._rates_at
         for i, rate in enumerate(tally.rates):
             vector[start + 2 * i], vector[start + 2 * i + 1] = rate.lr, rate.weight_decay
-        if self.balance is not None:
-            counted = (tally.expert_tokens.get(unit, (0,) * self.balance.experts) for unit in self.balance.units)
+        if self.counted is not None:
+            counted = (tally.expert_tokens.get(unit, (0,) * self.counted.experts) for unit in self.counted.units)
             tokens = [count for counts in counted for count in counts]
             vector[self._tokens_at :] = torch.tensor(tokens, dtype=torch.float64)
         return vector
@@ -252,12 +252,12 @@ class VoteLayout:
         )
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
-        if self.balance is None:
+        if self.counted is None:
             return {}
-        each = self.balance.experts
+        each = self.counted.experts
         return {
             unit: tuple(int(value) for value in values[at * each : (at + 1) * each])
-            for at, unit in enumerate(self.balance.units)
+            for at, unit in enumerate(self.counted.units)
         }
 
 

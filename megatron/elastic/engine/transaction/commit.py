@@ -205,7 +205,7 @@ class StepCommit:
                 ranges_of(at.view.plan),
                 self._rebalancer.clocked_cells(),
                 groups=len(rates),
-                balance=at.tools.settings.hyper.balance,
+                counted=at.tools.settings.hyper.counted,
             )
             at.tools.reach("before_vote", step)
             at.agreement.membership.await_begin(at.agreement.timeout)

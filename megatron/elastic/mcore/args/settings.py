@@ -16,9 +16,10 @@ from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.expert_bias import ExpertBalance
+from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.record import Hyper, Schedule
 
-__all__ = ["engine_settings", "expert_balance", "nominal_topology", "sample_grid"]
+__all__ = ["engine_settings", "expert_balance", "expert_load", "nominal_topology", "sample_grid"]
 
 
 def sample_grid(args: Any, largest: int) -> Grid:
@@ -67,12 +68,26 @@ def expert_balance(args: Any, config: Any) -> ExpertBalance | None:
     """Return the layers whose routers have a bias in place of an auxiliary loss."""
     if not args.moe_router_enable_expert_bias:
         return None
-    units = tuple(layer + 1 for layer, routed in enumerate(routed_layers(config)) if routed)
-    return ExpertBalance(units, int(args.num_experts), float(args.moe_router_bias_update_rate))
+    return ExpertBalance(_routed_units(config), int(args.num_experts), float(args.moe_router_bias_update_rate))
+
+
+def expert_load(args: Any, config: Any) -> ExpertLoad | None:
+    """Return the layers whose experts ranks share."""
+    if args.expert_model_parallel_size == 1:
+        return None
+    return ExpertLoad(_routed_units(config), int(args.num_experts))
+
+
+def _routed_units(config: Any) -> tuple[int, ...]:
+    return tuple(layer + 1 for layer, routed in enumerate(routed_layers(config)) if routed)
 
 
 def engine_settings(
-    args: Any, schedule: Schedule, batch_size: Callable[[int], int], balance: ExpertBalance | None = None
+    args: Any,
+    schedule: Schedule,
+    batch_size: Callable[[int], int],
+    balance: ExpertBalance | None = None,
+    load: ExpertLoad | None = None,
 ) -> Settings:
     """Return the numerics of the run. ``batch_size``: consumed samples → samples of the step that follows."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
@@ -95,6 +110,7 @@ def engine_settings(
         growth_interval=int(args.loss_scale_window),
         hysteresis=int(args.hysteresis),
         balance=balance,
+        load=load,
     )
     return Settings(
         seed=args.seed,

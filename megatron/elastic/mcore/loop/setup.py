@@ -30,7 +30,13 @@ from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.args.batch_sizes import BatchSizes
 from megatron.elastic.mcore.args.preflight import check_validation
-from megatron.elastic.mcore.args.settings import engine_settings, expert_balance, nominal_topology, sample_grid
+from megatron.elastic.mcore.args.settings import (
+    engine_settings,
+    expert_balance,
+    expert_load,
+    nominal_topology,
+    sample_grid,
+)
 from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
@@ -187,7 +193,7 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
-        settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config))
+        settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )

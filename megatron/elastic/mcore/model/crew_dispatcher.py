@@ -56,10 +56,23 @@ class CrewDispatcher:
         first = sum(self._counts[: crew.ranks.index(rank)])
         self._mine = slice(first, first + len(crew.experts_of(rank)))
         self._route: _Route | None = None
+        self._routed: torch.Tensor | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return self._group_of(self._crew.ranks) if len(self._crew.ranks) > 1 else None
+
+    def forget_tokens(self) -> None:
+        """Set the counts of :meth:`counted_tokens` to zero."""
+        self._routed = None
+
+    def counted_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that each expert of the layer received from this rank since :meth:`forget_tokens`.
+
+        Of forward passes with a backward. Waits for the device.
+        """
+        experts = len(set(self._order.tolist()))
+        return (0,) * experts if self._routed is None else tuple(map(int, self._routed.tolist()))
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -68,6 +81,9 @@ class CrewDispatcher:
 
         ``hidden_states``: [s, b, h] or [tokens, h]; ``routing_map``, ``probs``: [tokens, experts].
         """
+        if torch.is_grad_enabled():  # once, also where the layer is recomputed
+            counts = routing_map.sum(dim=0)
+            self._routed = counts if self._routed is None else self._routed + counts
         order = self._order.to(routing_map.device)
         place, token = routing_map.index_select(1, order).t().nonzero(as_tuple=True)
         counts = torch.bincount(place, minlength=order.numel())

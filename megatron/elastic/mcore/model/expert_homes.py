@@ -8,7 +8,7 @@ an expert has its number in the layer, not that on the rank, so it has the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["deal_experts", "expert_of", "is_expert", "join_crew", "launch_crew", "number_experts"]
+__all__ = [
+    "deal_experts",
+    "expert_of",
+    "forget_sent_tokens",
+    "is_expert",
+    "join_crew",
+    "launch_crew",
+    "number_experts",
+    "sent_tokens",
+]
 
 _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
@@ -66,6 +75,17 @@ def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf)
         layer.shared_expert_overlap = False
 
 
+def forget_sent_tokens(modules: Iterable[torch.nn.Module]) -> None:
+    """Set the counts of :func:`sent_tokens` to zero."""
+    for _, dispatcher in _dispatchers(modules):
+        dispatcher.forget_tokens()
+
+
+def sent_tokens(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[int, ...]]:
+    """Return unit → tokens that this rank sent to each expert of a crew since :func:`forget_sent_tokens`."""
+    return {unit: dispatcher.counted_tokens() for unit, dispatcher in _dispatchers(modules)}
+
+
 def expert_of(name: str, experts: Sequence[int]) -> tuple[str, int | None]:
     """Return a parameter's name with the expert's number in the layer, and that number; ``None`` for no expert.
 
@@ -81,6 +101,14 @@ def expert_of(name: str, experts: Sequence[int]) -> tuple[str, int | None]:
 def is_expert(name: str) -> bool:
     """Return whether the parameter of this name belongs to experts that receive some of the tokens."""
     return _EXPERTS.search(name) is not None
+
+
+def _dispatchers(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[int, CrewDispatcher]]:
+    """Yield (unit, dispatcher) of each layer of a crew. Layers of further tokens have numbers of their own."""
+    for module in modules:
+        for layer in _layers(module):
+            if isinstance(layer.token_dispatcher, CrewDispatcher) and not layer.router.is_mtp_layer:
+                yield int(layer.layer_number), layer.token_dispatcher
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:

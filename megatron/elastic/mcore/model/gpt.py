@@ -33,7 +33,15 @@ from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
-from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew, number_experts
+from megatron.elastic.mcore.model.expert_homes import (
+    expert_of,
+    forget_sent_tokens,
+    is_expert,
+    join_crew,
+    launch_crew,
+    number_experts,
+    sent_tokens,
+)
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
 from megatron.elastic.mcore.model.param_groups import GroupKeys
@@ -408,6 +416,7 @@ class GptInterface:
         if self._config.num_moe_experts or predicts(self._config):
             self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
             forget_tokens(self._anatomy.modules())
+            forget_sent_tokens(self._anatomy.modules())
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         """Return the losses that layers add (:class:`ModelInterface`)."""
@@ -425,7 +434,7 @@ class GptInterface:
 
     def expert_tokens(self) -> Mapping[int, Sequence[int]]:
         """Return the tokens of experts (:class:`ModelInterface`)."""
-        return counted_tokens(self._anatomy.modules())
+        return counted_tokens(self._anatomy.modules()) or sent_tokens(self._anatomy.modules())
 
     def launched_bias(self) -> dict[int, tuple[float, ...]]:
         """Return unit → bias of its router, of the modules of the launch: as loaded from a checkpoint."""
