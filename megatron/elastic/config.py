@@ -221,6 +221,11 @@ class ElasticConfig:
     """Steps after a loss before layers move to other ranks. Default: 50 while the lost rank is being started again, 0
     with --no-elastic-respawn. -1: layers never move."""
 
+    expert_balance: Literal["off", "homes"] = "off"
+    """Where ranks share experts (--expert-model-parallel-size above 1), move experts according to their measured load.
+    'homes': each rank has as many experts as before, chosen so that all receive about the same number of tokens. 'off':
+    experts move after losses only. Use it where routers are skewed for long."""
+
     mean_time_between_losses: float = 3600.0
     """Expected seconds between two changes of membership. Layers move only if the gain exceeds the cost of moving
     within this time, or before the end of the run."""
@@ -252,7 +257,7 @@ class ElasticConfig:
 
     event_log: str | None = None
     """Directory of the event log: one file a rank, one JSON line an event (generations, losses, plans, phases,
-    certificates, tolerated losses). Default: no event log."""
+    certificates, tolerated losses, load of experts). Default: no event log."""
 
     dashboard: str | None = None
     """[ADDRESS:]PORT of a live page of the job, served by each launcher: topology, steps, losses, recoveries. The

@@ -123,7 +123,7 @@ class Engine:
             at.tools.pool.start(record)
         at.body.share(record.version)
         at.body.gather(record.version)
-        at.parameters = record.version
+        at.parameters = at.settled_at = record.version
         everything = [block.key for layout in at.views.layouts.values() for block in layout.blocks]
         self._certifier.certify("start" if state is None else "load", everything, saved)
 

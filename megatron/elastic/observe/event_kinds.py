@@ -15,6 +15,7 @@ __all__ = [
     "CertificateEvent",
     "ClockEvent",
     "EndEvent",
+    "ExpertsEvent",
     "GenerationEvent",
     "LogEvent",
     "MigrationEvent",
@@ -295,6 +296,19 @@ class StepEvent(LogEvent):
 
 
 @dataclass(frozen=True)
+class ExpertsEvent(LogEvent):
+    """The measured load of experts that ranks share, from the lowest living rank once in a while."""
+
+    kind: ClassVar[str] = "experts"
+    step: int
+    tokens: dict[str, tuple[int, ...]]
+    """Unit → tokens of a step by expert, a mean over the last steps."""
+    imbalance: float
+    """Tokens of the busiest rank in each layer, summed over layers, relative to those of a mean rank: 1 is even. The
+    largest over the groups of ranks that share experts."""
+
+
+@dataclass(frozen=True)
 class SubstitutionEvent(LogEvent):
     """A setting replaced for this platform."""
 
@@ -347,6 +361,7 @@ EVENT_KINDS: Mapping[str, type[LogEvent]] = {
         ProtectionEvent,
         CertificateEvent,
         StepEvent,
+        ExpertsEvent,
         SubstitutionEvent,
         SlowRankEvent,
         ClockEvent,

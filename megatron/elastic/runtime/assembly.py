@@ -56,10 +56,12 @@ from megatron.elastic.runtime.publish import Publisher
 from megatron.elastic.runtime.telemetry import (
     write_certificate,
     write_clock,
+    write_experts,
     write_migration,
     write_protection,
     write_record,
     write_recut,
+    write_rehoming,
     write_speeds,
     write_step,
 )
@@ -374,6 +376,7 @@ class _EventWriter(Listener):
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         write_step(self.events, self.timeline, record, view, step)
+        write_experts(self.events, record, view, self.job.settings.hyper.load)
         self.publisher.stepped(record, view, step)
         self.tolerances.look(view, record.version)
 
@@ -396,6 +399,9 @@ class _EventWriter(Listener):
 
     def reshapes(self, units: int) -> None:
         self.publisher.moves(units)
+
+    def rehomes(self, record: StepRecord, view: View, before: float, after: float) -> None:
+        write_rehoming(record, view, before, after)
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         write_migration(self.events, record, view, moved)

@@ -19,6 +19,7 @@ from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.observe.event_kinds import (
     CertificateEvent,
     ClockEvent,
+    ExpertsEvent,
     GenerationEvent,
     MigrationEvent,
     PhasesEvent,
@@ -36,16 +37,19 @@ from megatron.elastic.observe.summary import protection_line, ranks_text, recove
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
 from megatron.elastic.platform.frequency import Applied
+from megatron.elastic.state.expert_load import SPAN, ExpertLoad
 from megatron.elastic.state.record import StepRecord
 
 __all__ = [
     "write_certificate",
     "write_clock",
+    "write_experts",
     "write_migration",
     "write_protection",
     "write_record",
     "write_recovery",
     "write_recut",
+    "write_rehoming",
     "write_speeds",
     "write_step",
 ]
@@ -195,6 +199,25 @@ def write_recut(record: StepRecord, view: View, recut: Recut) -> None:
         why = "no rank is left that could compute some of them"
     what = f"{recut.moved_units} layers (embedding and head count) move to other ranks"
     print(f"step {record.version}: {what}; {why}", flush=True)
+
+
+def write_rehoming(record: StepRecord, view: View, before: float, after: float) -> None:
+    """Print that experts begin to move, and why: the load of the busiest rank relative to a mean one."""
+    if view.lowest:
+        print(
+            f"step {record.version}: experts move to other ranks; the busiest one has {before:.2f} times the mean of "
+            f"tokens, and will have {after:.2f} times",
+            flush=True,
+        )
+
+
+def write_experts(events: EventLog, record: StepRecord, view: View, load: ExpertLoad | None) -> None:
+    """Record the load of experts once in :data:`SPAN` steps, where it is measured."""
+    if load is None or not events.enabled or not view.lowest or record.version % SPAN:
+        return
+    tokens = load.tokens(record.expert_load)
+    imbalance = view.assignment.imbalance(tokens)
+    events.write(ExpertsEvent(record.version, {str(unit): found for unit, found in tokens.items()}, imbalance))
 
 
 def write_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:

@@ -1,4 +1,7 @@
-"""Homes of experts: even at the launch, on the survivors of each crew after losses, even again when all are back."""
+"""Homes of experts: even at the launch, on the survivors of each crew after losses, even again when all are back.
+
+They may also follow the measured load. Then each rank has as many experts as before.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,78 @@ def test_an_expert_has_a_group_of_its_homes() -> None:
     assert groups[1, launch.expert_shard(0)] == (0, 2)
     assert groups[1, launch.expert_shard(EXPERTS - 1)] == (0, 1, 3), "a missing rank counts where it was"
     assert groups[1, 0] == (0, 1, 2, 3)
+
+
+def skewed(assignment: Assignment, hot: int) -> dict[int, tuple[int, ...]]:
+    """A load of all units: the first ``hot`` experts receive ten times as many tokens as the others."""
+    units = range(assignment.launch_topology.compute_units)
+    return dict.fromkeys(units, tuple(100 if expert < hot else 10 for expert in range(EXPERTS)))
+
+
+@given(size=st.sampled_from((2, 3)), groups=st.integers(1, 3), stages=st.integers(1, 2), draw=st.data())
+def test_homes_that_follow_the_load_are_even_in_it(size: int, groups: int, stages: int, draw: st.DataObject) -> None:
+    before = launched(size, groups, stages)
+    ranks = range(size * groups * stages)
+    load = skewed(before, size * draw.draw(st.integers(1, 2)))
+    after = before.evened(load)
+    assert after.evened(load) == after and after.digest() != before.digest()
+    assert after.imbalance(load) == 1.0 and before.imbalance(load) > 1.2
+    for rank in ranks:
+        crew = crew_of(after, rank)
+        assert crew.ranks == crew_of(before, rank).ranks
+        assert sorted(expert for mine in crew.experts for expert in mine) == list(range(EXPERTS))
+        assert {len(mine) for mine in crew.experts} == {EXPERTS // size}
+    assert len({crew_of(after, rank).experts for rank in ranks}) == 1, "every crew of a load has the same homes"
+    assert after.crewed(ranks) == after, "a change of members without a loss moves no expert"
+
+
+@given(size=st.sampled_from((2, 3)), groups=st.integers(1, 2), draw=st.data())
+def test_a_loss_deals_the_experts_of_homes_that_follow_the_load(size: int, groups: int, draw: st.DataObject) -> None:
+    """Survivors keep theirs. When the lost rank is back its crew has the homes of the launch, the others theirs."""
+    before = launched(size, groups, 1)
+    even = before.evened(skewed(before, EXPERTS // size))
+    ranks = range(size * groups)
+    living = set(ranks) - {draw.draw(st.sampled_from(ranks))}
+    after = even.crewed(living)
+    for rank in living:
+        crew = crew_of(after, rank)
+        assert sorted(expert for mine in crew.experts for expert in mine) == list(range(EXPERTS))
+        assert set(crew_of(even, rank).experts_of(rank)) <= set(crew.experts_of(rank))
+    back = after.crewed(ranks)
+    for rank in ranks:
+        harmed = set(crew_of(before, rank).ranks) - living
+        assert crew_of(back, rank) == crew_of(before if harmed else even, rank)
+
+
+def test_experts_dealt_for_a_missing_rank_are_evened_among_the_others() -> None:
+    before = launched(3, 1, 1).crewed({0, 1})
+    load = {0: (100,) * 8 + (1,) * 16, 1: (100,) * 8 + (1,) * 16}
+    after = before.evened(load)
+    assert after.imbalance(load) < 1.1 < before.imbalance(load)
+    assert {len(crew_of(after, rank).experts_of(rank)) for rank in (0, 1)} == {EXPERTS // 2}
+    assert after.crewed({0, 1}) == before, "the next decision deals them anew"
+
+
+def test_a_spare_takes_the_homes_of_the_cell_that_it_replaces() -> None:
+    cuts, grid = ((0, 2),), Grid(2, 1, 2)
+    before = Assignment.at_launch(LaunchTopology(1, 1, 2, cuts, grid, extra=1, experts=EXPERTS, expert_homes=2))
+    even = before.evened(skewed(before, EXPERTS // 2))
+    seated = even.undamaged().seated({0, 2}).crewed({0, 2})
+    assert crew_of(seated, 2).experts == crew_of(even, 0).experts and crew_of(seated, 2).ranks == (0, 2)
+
+
+def test_a_cell_with_all_experts_has_nothing_to_even() -> None:
+    before = launched(1, 2, 1, tensor=2, parts=1)
+    load = skewed(before, EXPERTS // 2)
+    assert before.evened(load) == before and before.imbalance(load) > 1.5
+    assert before.imbalance({}) == 1.0
+
+
+def test_experts_move_only_if_a_rank_has_less_to_do_then() -> None:
+    """Cells of two ranks, each of which has half of the cell's experts: one expert has most of the load."""
+    before = launched(2, 1, 1, tensor=2)
+    load = dict.fromkeys(range(2), tuple(600 if expert == 0 else 10 for expert in range(EXPERTS)))
+    assert before.imbalance(load) > 2.0 and before.evened(load) == before
+    cut = launched(2, 1, 1, tensor=2, parts=2)
+    load = skewed(cut, 4)
+    assert cut.evened(load).imbalance(load) == 1.0, "each cell is one home"

@@ -51,6 +51,7 @@ FROZEN = {
     "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,
     "--elastic-migrate-after": None,
+    "--elastic-expert-balance": "off",
     "--elastic-mean-time-between-losses": 3600.0,
     "--elastic-migration": "background",
     "--elastic-spares": 0,

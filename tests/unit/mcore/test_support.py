@@ -369,3 +369,14 @@ def test_elastic_without_its_launcher_is_answered_with_the_command(environ: dict
         support.check_launcher(environ, ["train.py", "--elastic"])
     assert command in str(caught.value)
     support.check_launcher({**environ, "MEGATRON_ELASTIC_RUN_ID": "x"}, ["train.py"])
+
+
+def test_experts_move_between_ranks_that_share_them() -> None:
+    homes, shared = ElasticConfig(expert_balance="homes"), {**EXPERTS, "expert_model_parallel_size": 4}
+    check(plain(**shared), homes, "cpu", [])
+    check(plain(**shared, tensor_model_parallel_size=2), homes, "cpu", [])
+    with pytest.raises(BadInput, match="homes moves experts that ranks share: add --expert-model-parallel-size"):
+        check(plain(**EXPERTS), homes, "cpu", [])
+    inside = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    with pytest.raises(BadInput, match=r"between groups of 4 ranks .* each of these groups has all experts"):
+        check(plain(**shared, **inside), homes, "cpu", [])

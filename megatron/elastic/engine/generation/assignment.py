@@ -14,13 +14,14 @@ says which part of each unit it computes, and so which shards of state it covers
 
 Where ranks share the experts of their layers, each expert has a *home* in each crew: the cells at one place of
 adjacent replicas (:mod:`~megatron.elastic.plan.crews`). While a cell of a crew is missing, its experts are dealt to the
-others (:meth:`Assignment.crewed`), so homes are uneven, and every crew still has all experts.
+others (:meth:`Assignment.crewed`), so homes are uneven, and every crew still has all experts. Homes may also follow the
+measured load (:meth:`Assignment.evened`); a cell then has as many experts as before, but other ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +29,7 @@ from megatron.elastic.engine.compute.buffers import HeldPart
 from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, Crew, only_at_launch
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.shape import GridShape
+from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened, gains
 from megatron.elastic.plan.model import Cell, Replica, Topology
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import UnitShard
@@ -46,7 +48,7 @@ class Assignment:
     shape: GridShape | None = None
     """The sizes in force since a reshape; None: the launch's."""
     rehomed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(cell, experts) of each cell with other experts than at launch, ascending; no experts: it is in no crew."""
+    """(cell, experts) of the cells of crews with other homes than at launch, ascending; no experts: in no crew."""
 
     def __post_init__(self) -> None:
         if not self.formed:
@@ -145,19 +147,74 @@ class Assignment:
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.
 
-        A crew without a missing cell has the homes of the launch. It follows from cells and ``living`` alone.
+        A crew without a missing cell has the homes that :meth:`undamaged` gives it. It follows from these, the cells
+        and ``living`` alone.
         """
-        launched = replace(self, rehomed=())
-        whole, homes = frozenset(launched.whole(living)), dict[int, tuple[int, ...]]()
-        for crew in launched._crews:
+        before = self.undamaged()
+        whole, homes = frozenset(before.whole(living)), dict(before.rehomed)
+        for crew in before._crews:
             present = [cell for cell in crew if cell in whole]
             if not present or len(present) == len(crew):
                 continue
-            mine = {cell: list(launched._experts[cell]) for cell in present}
-            for expert in sorted(expert for cell in crew if cell not in whole for expert in launched._experts[cell]):
+            mine = {cell: list(before._experts[cell]) for cell in present}
+            for expert in sorted(expert for cell in crew if cell not in whole for expert in before._experts[cell]):
                 mine[min(present, key=lambda cell: (len(mine[cell]), cell))].append(expert)
             homes |= {cell: tuple(sorted(mine.get(cell, ()))) for cell in crew}
-        return replace(launched, rehomed=tuple(sorted(homes.items())))
+        return replace(before, rehomed=tuple(sorted(homes.items())))
+
+    def undamaged(self) -> Assignment:
+        """Return the assignment in which crews whose experts were dealt for a missing cell have those of the launch."""
+        dealt = {cell for crew in self._crews if not all(self._experts[one] for one in crew) for cell in crew}
+        return replace(self, rehomed=tuple((cell, mine) for cell, mine in self.rehomed if cell not in dealt))
+
+    def evened(self, load: Mapping[int, Sequence[int]]) -> Assignment:
+        """Return the assignment in which the cells of each crew have about the same ``load``, or the present one.
+
+        ``load``: unit → tokens of a step by expert. A crew's homes change only if its busiest rank has less to do then.
+        The experts of missing cells stay dealt.
+        """
+        found, searched = self, dict[object, Homes]()
+        for crew in self._crews:
+            loads = self._loads(crew, load)
+            present = {at: self._experts[cell] for at, cell in enumerate(crew) if self._experts[cell]}
+            key = self.units_in(crew[0]), tuple(present.items())
+            if key not in searched:
+                searched[key] = evened(loads, present)
+            moved = found._rehomed({cell: searched[key].get(at, ()) for at, cell in enumerate(crew)})
+            if gains(moved._busiest(crew, loads), self._busiest(crew, loads)):
+                found = moved
+        return found
+
+    def _rehomed(self, homes: Mapping[int, tuple[int, ...]]) -> Assignment:
+        """Return the assignment in which the cells of one crew have these experts."""
+        launched = {cell: self.launch_topology.experts_at(at) for at, cell in enumerate(homes)}
+        rehomed = {cell: mine for cell, mine in self.rehomed if cell not in homes}
+        if homes != launched:
+            rehomed.update(homes)
+        return replace(self, rehomed=tuple(sorted(rehomed.items())))
+
+    def imbalance(self, load: Mapping[int, Sequence[int]]) -> float:
+        """Return the load of the busiest rank of a crew relative to that of a mean one; of the worst crew.
+
+        The busiest rank of each layer counts, since the others wait for it. 1.0 is even, also without any load.
+        """
+        return max((self._busiest(crew, self._loads(crew, load)) for crew in self._crews), default=1.0)
+
+    def _busiest(self, cells: tuple[int, ...], loads: Load) -> float:
+        """Return :meth:`imbalance` of one crew, or of the crews that are parts of one cell."""
+        launch, cell = self.launch_topology, next(one for one in cells if self._experts[one])
+        firsts = range(0, launch.cell_size, min(launch.expert_ranks, launch.cell_size))
+        found = 1.0
+        for crew in (self._crew(cell, first) for first in firsts):
+            assert crew is not None
+            total = sum(layer[expert] for layer in loads for mine in crew.experts for expert in mine)
+            homes = dict(zip(crew.ranks, crew.experts, strict=True))
+            found = max(found, busiest(loads, homes) * len(homes) / total if total else 1.0)
+        return found
+
+    def _loads(self, crew: tuple[int, ...], load: Mapping[int, Sequence[int]]) -> Load:
+        """Return the loads of the layers that a crew computes."""
+        return [load[unit] for unit in self.units_in(crew[0]) if unit in load]
 
     def cell_of(self, rank: int) -> int | None:
         """Return the number of the cell that ``rank`` belongs to; ``None`` if it is in none."""
@@ -306,6 +363,7 @@ class Assignment:
                 Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
                 for replica in self.replicas
             ),
+            rehomed=tuple(sorted((taken.get(cell, cell), mine) for cell, mine in self.rehomed)),
         )
 
     def uncovered(self, living: Collection[int]) -> tuple[int, ...]:

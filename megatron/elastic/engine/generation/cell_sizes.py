@@ -85,7 +85,7 @@ class CellSizes:
 
         ``least``: number of ranks that a cell needs at least, by cell; with fewer it is not formed.
         """
-        seated = replace(assignment, formed=(), rehomed=()).seated(living)
+        seated = replace(assignment.undamaged(), formed=()).seated(living)
         most = assignment.base.cell_size
         damaged, needed = seated.broken(living), dict(least or {})
         alive = {

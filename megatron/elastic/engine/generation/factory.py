@@ -195,7 +195,7 @@ class ViewFactory:
         all anew, for ranks that have returned, would leave a stage without a cell.
         """
         if not self.lives_on:
-            return replace(assignment, rehomed=()).seated(living)
+            return assignment.undamaged().seated(living)
         least = dict[int, int]()
         while True:
             formed = self.sizes.living_on(assignment, living, least)

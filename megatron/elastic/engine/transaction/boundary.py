@@ -2,7 +2,8 @@
 
     membership   admit newcomers as the last vote agreed; release ranks that were asked to leave
     proceed      conclude a migration that all ranks are ready for: the vote of the next step names its target
-    move         begin missing copies; else a migration for balance, for a leaving rank, for other sizes or a better cut
+    move         begin missing copies; else a migration for balance, for a leaving rank, for other sizes, a better cut,
+                 or more even homes of experts
     rebalance    change plans and clocks according to measured speeds
 
 Every rank decides from the record and from values that are equal on all ranks, so no message is needed.
@@ -14,6 +15,7 @@ from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.generation.repartition import Recut, all_cells_present, better_assignment
 from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.even_homes import EvenHomes
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
@@ -40,6 +42,7 @@ class Boundary:
         self._refused: tuple[int, ...] = ()
         """Ranks whose request to leave was refused last."""
         self._reshaping = Reshaping(context)
+        self._homes = EvenHomes(context)
 
     def cross(self) -> None:
         """Pass this boundary. Raises ``Released`` on ranks that leave here, and the errors of a recovery."""
@@ -77,6 +80,8 @@ class Boundary:
         if recut is not None:
             at.listener.recut(at.record, at.view, recut)
         target = reshaped if recut is None else recut.target
+        if target is None and not leaving and not needs_rebalance:
+            target = self._homes.target()
         if target is not None or needs_rebalance or self._holds_state(leaving):
             begun = self._migrator.begin(at.views.migration(at.view, target, leaving))
             if begun and reshaped is not None:

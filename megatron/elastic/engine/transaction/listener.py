@@ -72,6 +72,9 @@ class Listener:
     def reshapes(self, units: int) -> None:
         """So many units begin to move to other ranks, because a user asked for other parallel sizes."""
 
+    def rehomes(self, record: StepRecord, view: View, before: float, after: float) -> None:
+        """Experts begin to move to other ranks. ``before``, ``after``: :meth:`Assignment.imbalance` of the load."""
+
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         """A migration of copies, and perhaps of units, has ended."""
 

@@ -221,6 +221,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)
+        yield from _expert_balance_faults(args, config)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)
     if args.num_experts:
@@ -255,6 +256,25 @@ def _expert_part_faults(args: Namespace) -> Iterator[str]:
         yield f"{size} with --elastic needs an --expert-model-parallel-size above 1: leave it out"
 
 
+def _expert_balance_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
+    """Yield why experts cannot move according to their load."""
+    flag, cell = "--elastic-expert-balance", args.tensor_model_parallel_size * (args.context_parallel_size or 1)
+    if config.expert_balance == "off":
+        return
+    if (args.expert_model_parallel_size or 1) == 1:
+        yield f"{flag} {config.expert_balance} moves experts that ranks share: add --expert-model-parallel-size"
+    elif _ranks_with_all_experts(args) <= cell:
+        yield (
+            f"{flag} {config.expert_balance} moves experts between groups of {cell} ranks that share a micro-batch, "
+            "and each of these groups has all experts: leave it out, or choose a larger --expert-model-parallel-size"
+        )
+
+
+def _ranks_with_all_experts(args: Namespace) -> int:
+    parts = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    return int(args.expert_model_parallel_size * parts)
+
+
 def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     """Yield what does not hold where ranks share experts."""
     size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
@@ -262,9 +282,7 @@ def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str)
         yield f"--elastic-exact adds up gradients by micro-batch, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":
         yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
-    tensor = args.tensor_model_parallel_size
-    cell = tensor * (args.context_parallel_size or 1)
-    sharing = args.expert_model_parallel_size * (getattr(args, "expert_tensor_parallel_size", None) or tensor)
+    cell, sharing = args.tensor_model_parallel_size * (args.context_parallel_size or 1), _ranks_with_all_experts(args)
     if sharing % cell and cell % sharing:
         yield (
             f"{size}: {sharing} ranks have all experts together. With --elastic that must be a multiple or a divisor "
