@@ -1,0 +1,65 @@
+"""Replicas of experts by their load, after Lazarus (Wu et al., arXiv 2407.04656, section 4).
+
+An expert has as many replicas as its share of the tokens, on as many ranks, and at least ``least``. Experts are taken
+from the coldest to the hottest, each with its share of the slots that are left for it and the hotter ones, rounded
+down; so a remainder goes to the hot ones.
+
+Placement has maximum rank overlap: experts with about as many replicas, as many as a rank has slots, are together on
+ranks of their own. Then few different sets of ranks must not be lost together, which maximizes the probability that
+every expert survives. The slots that are left take the replicas that hot experts still lack. Where the experts do not
+fill whole ranks and the rest of them would have too few ranks, replicas go to ranks in turn.
+
+For comparison (``tools/bench/expert_homes.py``). The engine's state survives losses by mirrors, wherever experts are:
+its homes may follow the load alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["allocation", "replicas"]
+
+
+def replicas(load: Sequence[int], ranks: int, slots: int, least: int = 1) -> tuple[int, ...]:
+    """Return the number of replicas of each expert, on different ranks.
+
+    ``load``: tokens by expert; ``slots``: experts of a rank. Raises ``ValueError`` if there are too few slots for
+    ``least`` replicas of each.
+    """
+    if least > ranks or least * len(load) > ranks * slots:
+        raise ValueError(f"{ranks} ranks of {slots} slots have no room for {least} replicas of {len(load)} experts")
+    found, left, tokens = [0] * len(load), ranks * slots, sum(load)
+    order = sorted(range(len(load)), key=lambda expert: (load[expert], expert))
+    for at, expert in enumerate(order):
+        share = left * load[expert] // tokens if tokens else left // (len(order) - at)
+        found[expert] = min(max(share, least), ranks)
+        left, tokens = left - found[expert], tokens - load[expert]
+    return tuple(found)
+
+
+def allocation(load: Sequence[int], ranks: int, slots: int, least: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each rank. Raises ``ValueError`` as :func:`replicas` does.
+
+    An expert may have fewer replicas than :func:`replicas` where no further rank has a slot for it, never fewer than
+    ``least``.
+    """
+    wanted = replicas(load, ranks, slots, least)
+    order = sorted(range(len(load)), key=lambda expert: (wanted[expert], load[expert], expert))
+    groups = [order[first : first + slots] for first in range(0, len(order) - slots + 1, slots)]
+    homes = [list(group) for group in groups for _ in range(wanted[group[0]])]
+    rest = order[len(groups) * slots :]
+    if rest and ranks - len(homes) < least:
+        return _in_turn(order, wanted, ranks)
+    homes += [[] for _ in range(ranks - len(homes))]
+    placed = {expert: wanted[group[0]] for group in groups for expert in group}
+    for expert in reversed(order):
+        free = sorted((mine for mine in homes if len(mine) < slots and expert not in mine), key=len)
+        for mine in free[: wanted[expert] - placed.get(expert, 0)]:
+            mine.append(expert)
+    return tuple(tuple(sorted(mine)) for mine in homes)
+
+
+def _in_turn(order: Sequence[int], wanted: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of each rank, replica by replica to the next rank: it fits whenever the numbers do."""
+    every = [expert for expert in order for _ in range(wanted[expert])]
+    return tuple(tuple(sorted(every[rank::ranks])) for rank in range(ranks))
