@@ -2,7 +2,8 @@
 
 The router of a new model prefers some experts, and here no loss balances them. Losses are those of a job in which
 no expert moves: to the last bit, since a rank adds up the same rows in the same order wherever an expert is, and two
-experts a token give the same sum in either order. A rank that is lost later is lost like any other.
+experts a token give the same sum in either order. A rank that is lost later, and a checkpoint of experts that have
+moved, are like any other.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.state.expert_load import SPAN
-from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
+from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, ROUNDING
 
-STEPS = 2 * SPAN + 4
+STEPS, SAVED = 2 * SPAN + 4, SPAN + 10
 SKEWED = (
     *("--num-experts", "16", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--disable-bias-linear"),
     *("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0", "--expert-model-parallel-size", "4"),
 )
 HOMES = ("--elastic-expert-balance", "homes")
-KILL = ("--elastic-allow-inject", "--elastic-inject", f"kill:rank=2,step={SPAN + 12},point=mid_backward")
+KILL = ("--elastic-allow-inject", "--elastic-inject", f"kill:rank=2,step={SAVED + 2},point=mid_backward")
 
 
 def job(folder: Path, *flags: str) -> JobResult:
@@ -37,7 +38,8 @@ def imbalances(found: JobResult) -> list[float]:
 
 @pytest.mark.slow
 def test_losses_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
-    still, moved = job(tmp_path / "still"), job(tmp_path / "moved", *HOMES)
+    still, saves = job(tmp_path / "still"), ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
+    moved = job(tmp_path / "moved", *HOMES, *saves)
     assert deviation_without_loss(still, moved) == 0.0
     assert moved.output.count("experts move to other ranks") == 1
     (skewed, same), (begin, even) = imbalances(still), imbalances(moved)
@@ -49,3 +51,7 @@ def test_losses_do_not_depend_on_where_experts_are(tmp_path: Path) -> None:
     killed = job(tmp_path / "killed", *HOMES, *KILL)
     assert {record.fields["lost_rank"] for record in killed.of("loss")} == {2}
     assert deviation_without_loss(still, killed) <= ROUNDING
+    loaded = job(tmp_path / "loaded", "--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED))
+    assert min(loaded.committed) == SAVED + 1
+    later = {step: loss for step, loss in still.committed.items() if step > SAVED}
+    assert largest_deviation(later, loaded.committed) == 0.0, "a checkpoint has each expert where the launch has it"
