@@ -305,6 +305,9 @@ def test_tables_and_picture_say_where_a_contender_does_not_recover(tmp_path: Pat
     page = peer_tables.peers(figures)
     assert "| a peer | 1.5 (1 to 2) | - | no |" in page and "RuntimeError: gone\\|lost" in page
     assert "the batch shrinks to 75%, 8 samples lost, 1 steps undone" in peer_tables.readme(figures)
+    silent = {**row, "coordinator": "its launcher", "without_coordinator": "All end", "faults": {"coordinator": dead}}
+    told = peer_tables.peers({**figures, "contenders": {"peer": silent}})
+    assert "| a peer | coordinator killed: its launcher | All end |" in told, "not a line that says something else"
     peer_tables.picture(figures, tmp_path / "picture.svg")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
