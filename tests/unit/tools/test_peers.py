@@ -117,7 +117,8 @@ def test_the_loss_of_a_batch_weighs_ranks_by_their_samples_and_takes_the_newest(
         Commit(1, 0, 1, 2.0, 3.0, 30, 10, 6.0),
         Commit(2, 0, 1, 2.0, 3.0, 30, 0, 99.0),
     ]
-    assert losses_by_step(history([old, *new])) == {1: pytest.approx(4.0)}
+    unfinished = Commit(0, 1, 2, 3.0, 4.0, 30, 20, 3.0)
+    assert losses_by_step(history([old, *new, unfinished])) == {1: pytest.approx(4.0)}
     assert deviation({1: 4.0, 2: 2.0, 3: 1.0}, {1: 1.0, 2: 2.5}, first=2) == pytest.approx(0.25)
     assert deviation({1: 4.0}, {1: 4.0}, first=2) is None
 
