@@ -268,6 +268,20 @@ FT_LAUNCHER = Contender(
     of_layouts="'all workers are restarted if any worker fails (torchrun-style behavior)' (usage guide): any layout",
 )
 
+
+def under_the_rule_of(system: str, policy: str) -> Contender:
+    """Return megatron-elastic with the rule of ``system`` for a lost rank's samples, and nothing else of it."""
+    return Contender(
+        f"megatron-elastic by the rule of {system}",
+        ours("--elastic-policy", policy),
+        baseline="megatron",
+        faults=("stay",),
+        layouts=ALL,
+        of_layouts=f"the rule of {system} for the samples of a lost rank (flags, --elastic-policy {policy}); all else "
+        "is megatron-elastic's",
+    )
+
+
 CONTENDERS: dict[str, Contender] = {
     "ours": Contender(
         "megatron-elastic",
@@ -288,6 +302,11 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "ours_two_mirrors": Contender(
         "megatron-elastic, two mirrors", ours("--elastic-mirrors", "2"), baseline="megatron", faults=("two",)
+    ),
+    "ours_mindspeed": under_the_rule_of("MindSpeed", "mindspeed"),
+    "ours_recycle": under_the_rule_of("ReCycle", "recycle"),
+    "ours_ntp": replace(
+        under_the_rule_of("NTP", "ntp"), layouts=tuple(name for name in ALL if LAYOUTS[name].tensor > 1)
     ),
     "torchft": TORCHFT,
     "torchft_tuned": replace(TORCHFT, title="torchft, tuned", start=torchft(tuned=True)),
