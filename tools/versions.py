@@ -182,18 +182,19 @@ class Run:
 
 @dataclass
 class Bench:
-    """The jobs of one environment; logs, events and checkpoints go to ``folder``."""
+    """The jobs of one environment, each ended after ``seconds``; logs, events and checkpoints go to ``folder``."""
 
     environment: Environment
     folder: Path
     under: Sequence[str]
+    seconds: float
     _runs: dict[str, Run | Failed] = field(default_factory=dict)
 
-    def run(self, name: str, *flags: str, elastic: bool, seconds: float = 280.0) -> Run:
+    def run(self, name: str, *flags: str, elastic: bool) -> Run:
         """Return the finished job ``name``, run once. Raises :class:`Failed` if it ended badly."""
         if name not in self._runs:
             try:
-                self._runs[name] = self._job(name, flags, elastic, seconds)
+                self._runs[name] = self._job(name, flags, elastic)
             except Failed as failure:
                 self._runs[name] = failure
         found = self._runs[name]
@@ -201,14 +202,14 @@ class Bench:
             raise found
         return found
 
-    def _job(self, name: str, flags: Sequence[str], elastic: bool, seconds: float) -> Run:
+    def _job(self, name: str, flags: Sequence[str], elastic: bool) -> Run:
         events, log = self.folder / f"{name}.events", self.folder / f"{name}.log"
         checkout, tree = self.environment.checkout, self.environment.tree
         script = (checkout or tree) / "pretrain_gpt.py"
         adapt = ["--adapt"] if checkout is not None else []
         ours = ["--elastic", "--elastic-event-log", str(events)] if elastic else []
         # Without --elastic the launcher starts plain Megatron as torchrun does, and the adaptor makes it run on a CPU.
-        command = [*self.under, "timeout", str(seconds), str(self.environment.interpreter), "-W", "ignore"]
+        command = [*self.under, "timeout", str(self.seconds), str(self.environment.interpreter), "-W", "ignore"]
         command += ["-m", "megatron.elastic.launch", "--nproc-per-node", str(RANKS), *adapt, str(script)]
         command += [*MODEL, "--train-iters", str(STEPS), *ours, *flags]
         print(f"[versions] {self.environment.name}: {name}", file=sys.stderr, flush=True)
@@ -335,6 +336,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch", default="", metavar="VERSION", help="such as 2.14.1; default: the pinned release")
     parser.add_argument("--checkout", type=Path, help="Megatron-LM beside us: its packages and script instead")
     parser.add_argument("--under", default="", help="command in front of each job, such as 'taskset -c 0,1'")
+    parser.add_argument("--seconds", type=float, default=280.0, help="a job that takes longer is ended (default: 280)")
     parser.add_argument("--record", type=Path, default=ROOT / "docs" / "measured" / "versions.json", metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -356,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = folder / "runs" / environment.name
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir(parents=True)
-        benches.append(Bench(environment, runs, shlex.split(args.under)))
+        benches.append(Bench(environment, runs, shlex.split(args.under), args.seconds))
     versions, checkpoints = [rows_of(bench) for bench in benches], crossings(benches)
     before = json.loads(args.record.read_text(encoding="utf-8")) if args.record.is_file() else {}
     figures = merged(before, versions, checkpoints)
