@@ -26,7 +26,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -344,7 +343,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the environments, run everything, write the record; 1 if any check failed."""
     args = parse(arguments)
-    folder, started = args.folder.resolve(), time.monotonic()
+    folder = args.folder.resolve()
     if args.checkout is not None:
         args.megatron, args.checkout = args.megatron[-1:], args.checkout.resolve()
     benches = []
@@ -366,7 +365,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": dataclasses.asdict(machine()),
         "command": "python -m tools.versions --folder out/versions",
         "date": date.today().isoformat(),
-        "took_s": round(time.monotonic() - started, 1),
     }
     args.record.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     # Megatron itself reads no checkpoint of a newer release: recorded, and no failure of this package.
