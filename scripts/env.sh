@@ -13,6 +13,7 @@
 #   MEGATRON_ELASTIC_VENV          where the environment lives (default: .venv of the checkout)
 #   MEGATRON_ELASTIC_PYTHON        which interpreter makes it (default: the first python3.x >= 3.11)
 #   MEGATRON_ELASTIC_MEGATRON      version of megatron-core instead of the pinned one (tools/versions.py)
+#   MEGATRON_ELASTIC_TORCH         version of torch instead of the pinned one (tools/versions.py)
 #   MEGATRON_ELASTIC_TORCH_INDEX   index to take torch from, e.g. PyTorch's own index of CPU builds
 #                                  (default: pip's; on some machines that is the build with CUDA, several GB)
 
@@ -65,6 +66,15 @@ elastic_megatron() {
     fi
 }
 
+# The requirement of torch: the pin, or the version that the caller asks for.
+elastic_torch() {
+    if [[ -n "${MEGATRON_ELASTIC_TORCH:-}" ]]; then
+        printf 'torch==%s' "$MEGATRON_ELASTIC_TORCH"
+    else
+        cat "$ELASTIC_ROOT/requirements/torch.txt"
+    fi
+}
+
 elastic_install_run() {
     local requirements="$ELASTIC_ROOT/requirements" index=()
     if [[ -n "${MEGATRON_ELASTIC_TORCH_INDEX:-}" ]]; then
@@ -73,8 +83,8 @@ elastic_install_run() {
     elastic_say "build tools (requirements/build.txt)"
     elastic_pip -r "$requirements/build.txt" || return 1
     # First and alone: a package that requires "torch" before it is there may bring another build.
-    elastic_say "torch (requirements/torch.txt)"
-    elastic_pip "${index[@]}" -r "$requirements/torch.txt" || return 1
+    elastic_say "$(elastic_torch)"
+    elastic_pip "${index[@]}" "$(elastic_torch)" || return 1
     elastic_say "what a run needs (requirements/runtime.txt)"
     elastic_pip -r "$requirements/runtime.txt" || return 1
     # It declares Python 3.12 and uses nothing newer than 3.11 (docs/dependencies.md).
@@ -121,7 +131,7 @@ elastic_make_packages() {
     if [[ -z "${CXX:-}" ]] && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
         elastic_fail "no C++ compiler (Debian 12: apt install g++), or set CXX" || return 1
     fi
-    elastic_stage run "$(elastic_hash "$requirements"/{build,torch,runtime,constraints}.txt <(elastic_megatron))" \
+    elastic_stage run "$(elastic_hash "$requirements/build.txt" <(elastic_torch) "$requirements"/{runtime,constraints}.txt <(elastic_megatron))" \
         elastic_install_run || elastic_fail "installing requirements/ failed" || return 1
     if [[ "${1:-}" == dev ]]; then
         elastic_stage dev "$(elastic_hash "$requirements"/{dev,docs,constraints}.txt)" \

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Cost of an installation: minutes, megabytes of the downloads, megabytes on disk. One JSON object as the last line.
+# Cost of an installation: minutes, processor minutes, megabytes of the downloads and on disk. One JSON object as the last line.
 #
 #   bash scripts/measure_install.sh [--quickstart]     # from a clean clone (scripts/env.sh), native parts built
 #   bash scripts/measure_install.sh --wheel FILE       # from a built wheel (scripts/build_packages.sh), empty environment
 #
 # With --quickstart also runs scripts/quickstart.sh twice in that clone and reports both times. With --wheel the
 # installed package trains for two steps, so that a wheel that does not run is not measured.
+# tools/installations.py records what it prints.
 set -euo pipefail
 shopt -s inherit_errexit # a failing step fails the measurement
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-wheel=""
+wheel="" trained=""
 case "${1:-}" in
     "" | --quickstart) ;;
     --wheel)
@@ -25,12 +26,13 @@ cd "$work/clone"
 unset VIRTUAL_ENV PYTHONPATH MEGATRON_ELASTIC_VENV
 source scripts/env.sh
 
-seconds() { # seconds COMMAND...: run it, its output to stderr, print how long it took
-    local start
-    start=$(date +%s.%N)
-    "$@" >&2
-    awk -v a="$start" -v b="$(date +%s.%N)" 'BEGIN { printf "%.1f", b - a }'
+seconds() { # seconds COMMAND...: run it, its output to stderr; print how long it took, keep its processor time
+    local TIMEFORMAT='%R %U %S'
+    { time "$@" >&3 2>&3; } 3>&2 2>"$work/spent"
+    awk '{ printf "%.1f", $1 }' "$work/spent"
 }
+
+processor_minutes() { awk '{ printf "%.1f", ($2 + $3) / 60 }' "$work/spent"; } # of the last call of `seconds`
 
 megabytes() { awk -v bytes="$(du -sb "$1" | cut -f1)" 'BEGIN { printf "%.0f", bytes / 1e6 }'; }
 
@@ -38,11 +40,16 @@ index=()
 [[ -z "${MEGATRON_ELASTIC_TORCH_INDEX:-}" ]] || index=(--index-url "$MEGATRON_ELASTIC_TORCH_INDEX")
 megatron=(--no-deps --no-build-isolation --ignore-requires-python --no-binary megatron-core)
 
-install_wheel() { # what a user types: torch first and alone, then the wheel, then megatron-core for this Python
+brings_megatron() { # the wheel requires megatron-core where that declares the interpreter: from Python 3.12 on
+    [[ -n "$wheel" ]] && .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+}
+
+install_wheel() { # what a user types: torch first and alone, then the wheel, on Python 3.11 also megatron-core
     "$(elastic_find_python)" -m venv .venv
     VIRTUAL_ENV="$PWD/.venv"
     elastic_pip "${index[@]}" -r requirements/torch.txt
     elastic_pip "$wheel"
+    brings_megatron && return
     elastic_pip -r requirements/build.txt
     elastic_pip "${megatron[@]}" -r requirements/megatron.txt
 }
@@ -58,23 +65,32 @@ trains() { # the installed package, from an empty folder: no file of the clone i
 
 if [[ -n "$wheel" ]]; then
     install_seconds=$(seconds install_wheel)
-    (trains >&2)
+    (trains) | tee "$work/training" >&2
+    steps=$(grep -c 'iteration .* lm loss: [0-9]' "$work/training" || true)
+    (("$steps" == 2)) || { echo "error: the installed package trained $steps steps of 2" >&2 && exit 1; }
+    trained=", \"trained_steps\": $steps"
 else
     install_seconds=$(seconds bash -c 'source scripts/env.sh && elastic_env')
 fi
+processor_minutes=$(processor_minutes)
 mkdir "$work/wheels"
 # The same resolution once more, into a folder, without counting installed packages as present.
-wanted=(-r requirements/build.txt -r requirements/torch.txt)
+wanted=(-r requirements/torch.txt)
 if [[ -n "$wheel" ]]; then wanted+=("$wheel"); else wanted+=(-r requirements/runtime.txt); fi
+brings_megatron || wanted+=(-r requirements/build.txt)
 .venv/bin/python -m pip download --quiet --dest "$work/wheels" --constraint requirements/constraints.txt "${wanted[@]}" >&2
-.venv/bin/python -m pip download --quiet --dest "$work/wheels" "${megatron[@]}" -r requirements/megatron.txt >&2
+brings_megatron ||
+    .venv/bin/python -m pip download --quiet --dest "$work/wheels" "${megatron[@]}" -r requirements/megatron.txt >&2
 
 quickstart=""
 if [[ "${1:-}" == --quickstart ]]; then
     quickstart=", \"quickstart_first_s\": $(seconds bash scripts/quickstart.sh)"
     quickstart+=", \"quickstart_again_s\": $(seconds bash scripts/quickstart.sh)"
 fi
-printf '{"python": "%s", "minutes": %s, "download_mb": %s, "disk_mb": %s, "cores": %s%s}\n' \
+printf '{"python": "%s", "torch": "%s", "megatron": "%s", ' \
     "$(.venv/bin/python -c 'import platform; print(platform.python_version())')" \
-    "$(awk -v s="$install_seconds" 'BEGIN { printf "%.1f", s / 60 }')" \
-    "$(megabytes "$work/wheels")" "$(megabytes .venv)" "$(nproc)" "$quickstart"
+    "$(.venv/bin/python -c 'import torch; print(torch.__version__)')" \
+    "$(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("megatron-core"))')"
+printf '"minutes": %s, "processor_minutes": %s, "download_mb": %s, "disk_mb": %s, "cores": %s%s}\n' \
+    "$(awk -v s="$install_seconds" 'BEGIN { printf "%.1f", s / 60 }')" "$processor_minutes" \
+    "$(megabytes "$work/wheels")" "$(megabytes .venv)" "$(env -u OMP_NUM_THREADS nproc)" "$trained$quickstart"

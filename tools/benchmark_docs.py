@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
-from tools import configuration_tables, peer_tables, version_table
+from tools import configuration_tables, installations, peer_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
 from tools.simulation_docs import rewritten
@@ -231,6 +231,14 @@ SECTIONS = (
         "4 ranks, PP 2 × DP 2, no dropout. Figures are the largest relative deviation of a loss from the same training "
         "by plain Megatron, undisturbed, or never interrupted.",
         version_table.table,
+    ),
+    Section(
+        "install",
+        "What does an installation take?",
+        "The built wheel in an empty environment: torch first and alone, then the wheel. From Python 3.12 on, the "
+        "wheel requires megatron-core. `+cpu` is the CPU build of torch, which was on the disk; `+cu` is the one with "
+        "CUDA, which was downloaded.",
+        installations.table,
     ),
     Section(
         "functional_configs",

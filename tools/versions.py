@@ -1,7 +1,8 @@
-"""Run this package with each version of megatron-core, in an environment of its own, and record what held.
+"""Run this package with each version of megatron-core, Python or torch, in an environment of its own; record what held.
 
     python -m tools.versions --folder out/versions                            # every release, about 20 minutes
     python -m tools.versions --folder out/versions --python 3.12 --megatron 0.19.2
+    python -m tools.versions --folder out/versions --torch 2.14.1 --megatron 0.17.1
     python -m tools.versions --folder out/versions --checkout ../Megatron-LM  # its own pretrain_gpt.py, unmodified
 
 For each version on 4 ranks (PP 2 × DP 2, no dropout):
@@ -25,7 +26,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -71,26 +71,39 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment of one release of megatron-core, or of a checkout of Megatron-LM beside one."""
+    """A virtual environment of one release of megatron-core, or of a checkout of Megatron-LM beside one.
+
+    ``torch``: the release of torch in it; empty: the one that ``requirements/torch.txt`` pins.
+    """
 
     folder: Path
     python: str
     megatron: str
     checkout: Path | None = None
+    torch: str = ""
 
     @property
     def name(self) -> str:
         """The environment's key in the record."""
-        return f"py{self.python}-{'checkout' if self.checkout else self.megatron}"
+        return f"py{self.python}-{'checkout' if self.checkout else self.megatron}{self._beside}"
+
+    @property
+    def _beside(self) -> str:
+        return f"-torch{self.torch}" if self.torch else ""
 
     @property
     def interpreter(self) -> Path:
-        return self.folder / f"py{self.python}-mcore{self.megatron}" / "bin" / "python"
+        return self.folder / f"py{self.python}-mcore{self.megatron}{self._beside}" / "bin" / "python"
+
+    @property
+    def tree(self) -> Path:
+        """The tree that it runs. Native modules are for one torch: another one has a clone of the last commit."""
+        return self.folder / f"tree{self._beside}" if self.torch else ROOT
 
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of everything that runs in it."""
-        path = str(ROOT) if self.checkout is None else f"{self.checkout}:{ROOT}"
+        path = str(self.tree) if self.checkout is None else f"{self.checkout}:{self.tree}"
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def make(self) -> None:
@@ -99,20 +112,17 @@ class Environment:
             "MEGATRON_ELASTIC_VENV": str(self.interpreter.parents[1]),
             "MEGATRON_ELASTIC_PYTHON": f"python{self.python}",
             "MEGATRON_ELASTIC_MEGATRON": self.megatron,
+            "MEGATRON_ELASTIC_TORCH": self.torch,
         }
-        # This tree's native modules serve every environment of this Python; another Python builds its own.
-        step = "elastic_packages" if self.python == "{}.{}".format(*sys.version_info[:2]) else "elastic_env"
-        done = subprocess.run(
-            ["bash", "-c", f"unset VIRTUAL_ENV; source scripts/env.sh && {step}"],
-            cwd=ROOT,
-            env={**os.environ, **chosen},
-            stdout=sys.stderr,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise Failed((done.stderr.strip().splitlines() or ["no output"])[-1])
+        # This tree's native modules serve every environment of this Python; another Python or torch builds its own.
+        built = self.tree == ROOT and self.python == "{}.{}".format(*sys.version_info[:2])
+        step = f"unset VIRTUAL_ENV; source scripts/env.sh && {'elastic_packages' if built else 'elastic_env'}"
+        if self.tree != ROOT:
+            self.tree.mkdir(parents=True, exist_ok=True)
+            _installed(["git", "init", "--quiet"], self.tree)
+            _installed(["git", "fetch", "--quiet", str(ROOT), "HEAD"], self.tree)
+            _installed(["git", "checkout", "--quiet", "--force", "--detach", "FETCH_HEAD"], self.tree)
+        _installed(["bash", "-c", step], self.tree, chosen)
 
     def about(self) -> dict[str, str]:
         """Return the versions of megatron-core, Python and torch, as the environment itself tells them."""
@@ -122,6 +132,7 @@ class Environment:
         )
         printed = subprocess.run(
             [self.interpreter, "-W", "ignore", "-c", code],
+            cwd=self.tree,
             env=self.variables,
             capture_output=True,
             text=True,
@@ -143,6 +154,21 @@ class Environment:
         return f"Megatron-LM {told[1][:12]}" if at_home else self.checkout.name
 
 
+def _installed(command: Sequence[str], tree: Path, variables: Mapping[str, str] | None = None) -> None:
+    """Run one command of an installation. Raises :class:`Failed` with its last line."""
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, **(variables or {})},
+        stdout=sys.stderr,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise Failed((done.stderr.strip().splitlines() or ["no output"])[-1])
+
+
 @dataclass(frozen=True)
 class Run:
     """The end of one job: step → loss, and the events of the elastic runtime."""
@@ -155,18 +181,19 @@ class Run:
 
 @dataclass
 class Bench:
-    """The jobs of one environment; logs, events and checkpoints go to ``folder``."""
+    """The jobs of one environment, each ended after ``seconds``; logs, events and checkpoints go to ``folder``."""
 
     environment: Environment
     folder: Path
     under: Sequence[str]
+    seconds: float
     _runs: dict[str, Run | Failed] = field(default_factory=dict)
 
-    def run(self, name: str, *flags: str, elastic: bool, seconds: float = 280.0) -> Run:
+    def run(self, name: str, *flags: str, elastic: bool) -> Run:
         """Return the finished job ``name``, run once. Raises :class:`Failed` if it ended badly."""
         if name not in self._runs:
             try:
-                self._runs[name] = self._job(name, flags, elastic, seconds)
+                self._runs[name] = self._job(name, flags, elastic)
             except Failed as failure:
                 self._runs[name] = failure
         found = self._runs[name]
@@ -174,20 +201,20 @@ class Bench:
             raise found
         return found
 
-    def _job(self, name: str, flags: Sequence[str], elastic: bool, seconds: float) -> Run:
+    def _job(self, name: str, flags: Sequence[str], elastic: bool) -> Run:
         events, log = self.folder / f"{name}.events", self.folder / f"{name}.log"
-        checkout = self.environment.checkout
-        script = ROOT / "pretrain_gpt.py" if checkout is None else checkout / "pretrain_gpt.py"
+        checkout, tree = self.environment.checkout, self.environment.tree
+        script = (checkout or tree) / "pretrain_gpt.py"
         adapt = ["--adapt"] if checkout is not None else []
         ours = ["--elastic", "--elastic-event-log", str(events)] if elastic else []
         # Without --elastic the launcher starts plain Megatron as torchrun does, and the adaptor makes it run on a CPU.
-        command = [*self.under, "timeout", str(seconds), str(self.environment.interpreter), "-W", "ignore"]
+        command = [*self.under, "timeout", str(self.seconds), str(self.environment.interpreter), "-W", "ignore"]
         command += ["-m", "megatron.elastic.launch", "--nproc-per-node", str(RANKS), *adapt, str(script)]
         command += [*MODEL, "--train-iters", str(STEPS), *ours, *flags]
         print(f"[versions] {self.environment.name}: {name}", file=sys.stderr, flush=True)
         with log.open("w", encoding="utf-8") as out:
             code = subprocess.run(
-                command, cwd=ROOT, env=self.environment.variables, stdout=out, stderr=out, check=False
+                command, cwd=tree, env=self.environment.variables, stdout=out, stderr=out, check=False
             ).returncode
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         if code:
@@ -305,8 +332,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="environments, logs and checkpoints go here")
     parser.add_argument("--megatron", nargs="+", default=RELEASES, metavar="VERSION", help="releases of megatron-core")
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info[:2]), help="such as 3.12")
+    parser.add_argument("--torch", default="", metavar="VERSION", help="such as 2.14.1; default: the pinned release")
     parser.add_argument("--checkout", type=Path, help="Megatron-LM beside us: its packages and script instead")
     parser.add_argument("--under", default="", help="command in front of each job, such as 'taskset -c 0,1'")
+    parser.add_argument("--seconds", type=float, default=280.0, help="a job that takes longer is ended (default: 280)")
     parser.add_argument("--record", type=Path, default=ROOT / "docs" / "measured" / "versions.json", metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -314,12 +343,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the environments, run everything, write the record; 1 if any check failed."""
     args = parse(arguments)
-    folder, started = args.folder.resolve(), time.monotonic()
+    folder = args.folder.resolve()
     if args.checkout is not None:
         args.megatron, args.checkout = args.megatron[-1:], args.checkout.resolve()
     benches = []
     for release in args.megatron:
-        environment = Environment(folder, args.python, release, args.checkout)
+        environment = Environment(folder, args.python, release, args.checkout, args.torch)
         try:
             environment.make()
         except Failed as failure:
@@ -328,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = folder / "runs" / environment.name
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir(parents=True)
-        benches.append(Bench(environment, runs, shlex.split(args.under)))
+        benches.append(Bench(environment, runs, shlex.split(args.under), args.seconds))
     versions, checkpoints = [rows_of(bench) for bench in benches], crossings(benches)
     before = json.loads(args.record.read_text(encoding="utf-8")) if args.record.is_file() else {}
     figures = merged(before, versions, checkpoints)
@@ -336,7 +365,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": dataclasses.asdict(machine()),
         "command": "python -m tools.versions --folder out/versions",
         "date": date.today().isoformat(),
-        "took_s": round(time.monotonic() - started, 1),
     }
     args.record.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     # Megatron itself reads no checkpoint of a newer release: recorded, and no failure of this package.

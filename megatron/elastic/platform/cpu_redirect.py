@@ -95,6 +95,8 @@ ROWS: tuple[Row, ...] = (
         "Megatron passes the result as device=: the CPU device"),
     Row("torch.cuda", ("device_count",), _constant(sub.one_device),
         "Megatron seeds and builds its groups only if there is at least one device"),
+    Row("torch.cuda", ("is_available",), _constant(sub.no),
+        "stays False: a build with CUDA may ask device_count (PYTORCH_NVML_BASED_CUDA_CHECK), which is 1 here"),
     Row("torch.cuda", ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats",
                        "reset_max_memory_allocated", "set_stream", "_lazy_init", "init"), _nothing,
         "acts on a device or its cache: nothing is pending and nothing is cached"),

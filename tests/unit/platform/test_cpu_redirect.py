@@ -61,6 +61,15 @@ def test_nothing_pretends_that_a_gpu_exists(redirected: Redirection) -> None:
     assert torch.cuda.get_device_capability() == (0, 0)
 
 
+def test_a_torch_with_cuda_that_counts_devices_instead_of_asking_the_driver_sees_none(
+    redirected: Redirection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in workers, which are forked from a process that must not start the driver."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    assert torch.cuda.device_count() == 1 and torch.cuda.is_available() is False
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0])
 def test_tensors_asked_for_on_cuda_live_on_the_cpu(redirected: Redirection, device: Any) -> None:
     made = [

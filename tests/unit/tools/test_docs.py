@@ -52,8 +52,8 @@ def test_the_page_of_benchmarks_is_written_from_the_recorded_figures() -> None:
 
 
 def test_every_benchmark_has_a_section() -> None:
-    counted = {"readability", "versions", "functional_configs"}  # by tools of their own, beside other projects' sources
-    assert {section.name for section in SECTIONS} == STANDARD.keys() | counted
+    by_tools_of_their_own = {"readability", "versions", "install", "functional_configs"}
+    assert {section.name for section in SECTIONS} == STANDARD.keys() | by_tools_of_their_own
 
 
 def test_a_changed_figure_changes_the_page_of_benchmarks(tmp_path: Path) -> None:
