@@ -118,7 +118,8 @@ def drawn(seed: str, number: int) -> Job:
     dice = random.Random(f"{seed}.{number}")
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
     layout = dice.choice(list(LAYOUTS))
-    ranks = LAYOUTS[layout].ranks
+    sizes = LAYOUTS[layout]
+    ranks, can_be_exact = sizes.ranks, sizes.chunks == 1 and sizes.experts == 1
     flags: list[str] = []
     if kind == "outside" and dice.random() < 0.5:
         late = f"delay:rank={dice.randrange(ranks)},count=0,seconds={dice.uniform(0.01, 0.1):.3f}"
@@ -131,7 +132,7 @@ def drawn(seed: str, number: int) -> Job:
         layout=layout,
         faults=dice.randint(4, 12) if kind == "outside" else dice.randint(1, 3),
         dice=dice.randrange(10**6),
-        exact=kind == "outside" and LAYOUTS[layout].chunks == 1 and dice.random() < 0.3,
+        exact=kind == "outside" and can_be_exact and dice.random() < 0.3,
         flags=tuple(flags),
         full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
         unsteady=kind == "outside" and dice.random() < 0.3,
@@ -172,10 +173,10 @@ def _judge(events: Path, played: Played) -> None:
 
 def _script(job: Job, folder: Path, played: Played) -> None:
     scenario = drawn_scenario(random.Random(job.dice))
-    played.rules, played.faults = rules_of(scenario), len(scenario.faults)
+    played.rules = rules_of(scenario)
     played.output = f"python -m tests.scenario '{scenario}' --as job"
     try:
-        in_job.play(scenario, folder, folder.parent / "undisturbed")
+        _, played.faults = in_job.played(scenario, folder, folder.parent / "undisturbed")
     except AssertionError:
         least = shrunk(scenario)
         played.smaller = "" if least is None else str(least)

@@ -61,8 +61,71 @@ def peers(figures: Figures) -> str:
         "What contenders print or do where they do not recover (last line that tells of it):",
         table(("contender", "fault", "last line"), words(rows)),
         notes(figures),
+        *(layout_part(layout) for layout in figures.get("layouts", {}).values()),
+        *([later_runs(figures["later"])] if figures.get("later") else []),
     ]
     return "\n\n".join(parts)
+
+
+LAYOUT_HEAD = (
+    "contender",
+    "one rank killed (s)",
+    "not started again (s)",
+    "batch kept",
+    "samples lost",
+    "steps undone",
+    "whole after (s)",
+    "largest deviation of the loss",
+    "what it says of a lost rank here",
+)
+
+
+def layout_part(layout: Figures) -> str:
+    """The table of one layout, the words of those that do not recover, and the ratio to the quickest peer."""
+    rows = [row for row in layout["contenders"].values() if row["faults"]]
+    measured_at = [fault["at"] for row in rows for fault in row["faults"].values() if fault["at"]]
+    loads = [fault["load"] for row in rows for fault in row["faults"].values()]
+    head = f"**{layout['title'].capitalize()}**, the last rank killed"
+    if measured_at:
+        head += f" (measured from {min(measured_at)} to {max(measured_at)}, load {min(loads)} to {max(loads)})"
+    said = list(words(rows))
+    return "\n\n".join(
+        [
+            f"{head}. Ranks that a contender gives up with the lost one count as lost:",
+            table(LAYOUT_HEAD, (layout_row(row) for row in rows)),
+            *([table(("contender", "fault", "last line"), said)] if said else []),
+            "\n".join(ratios(layout)),
+        ]
+    )
+
+
+def layout_row(row: Figures) -> tuple[str, ...]:
+    """Figures of a killed rank under one layout: of counts and deviations the worst of both faults."""
+    first, faults = first_fault(row), list(row["faults"].values())
+    assert first is not None
+    kept = [fault["batch_kept"] for fault in faults if fault["batch_kept"] is not None]
+    deviations = [fault["loss_deviation"] for fault in faults if fault["loss_deviation"] is not None]
+    return (
+        row["title"],
+        recovery_of(row, "kill"),
+        recovery_of(row, "stay"),
+        share(min(kept, default=None)),
+        f"{max(fault['rows_lost'] for fault in faults)}",
+        f"{max(fault['steps_undone'] for fault in faults)}",
+        measured(first["whole_after_s"]),
+        number(max(deviations)) if deviations else "-",
+        row["of_layouts"] or "-",
+    )
+
+
+def later_runs(runs: list[Figures]) -> str:
+    """The runs whose figures took the place of earlier ones, or were added."""
+    lines = (
+        f"- `{run['command']}`: {run['trials_done']} of {run['trials_asked']} jobs, {run['trial_s'] / 60:.0f} minutes, "
+        f"load {run['machine']['load']} at its end"
+        for run in runs
+    )
+    return "Parts measured later than the rest:\n\n" + "\n".join(lines)
 
 
 KILL_HEAD = (
@@ -107,28 +170,34 @@ def kill_row(row: Figures) -> tuple[str, ...]:
 
 
 def words(rows: list[Figures]) -> Iterator[tuple[str, str, str]]:
-    """The words of contenders that did not recover."""
+    """The words of contenders that did not recover; where one is ended without a word, what happens to it."""
     for row in rows:
         for fault, figures in row["faults"].items():
             if figures["recovered"] < figures["trials"]:
                 what = FAULTS[fault] + (f": {row['coordinator']}" if fault == "coordinator" else "")
                 said = figures["words"].replace("|", "\\|").replace("`", "'")
-                yield row["title"], what, f"`{said}`" if said else "(nothing)"
+                silent = row.get("without_coordinator") if fault == "coordinator" else ""
+                yield row["title"], what, f"`{said}`" if said else silent or "(nothing)"
 
 
 def notes(figures: Figures) -> str:
     """What is alike and what is not, versions, the ratio to the quickest peer."""
     lines = [f"- {row['title']}: {row['caveats']}." for row in figures["contenders"].values() if row["caveats"]]
     versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
-    for fault, best in figures["best_mttr_s"].items():
-        which = figures["contenders"][best["which"]]["title"]
-        lines.append(
-            f"- {FAULTS[fault]}: {number(best['ours'])} s here, {number(best['peer'])} s for the quickest peer, "
-            f"{which}: {number(best['times'])} times."
-        )
+    lines += ratios(figures)
     minutes = figures["trial_s"] / 60
     done = f"{figures['trials_done']} of {figures['trials_asked']} jobs were run, in {minutes:.0f} minutes"
     return f"{versions}. {done}; a dash stands for what was not. {ALIKE}\n\n" + "\n".join(lines)
+
+
+def ratios(figures: Figures) -> Iterator[str]:
+    """A line for each fault: this runtime and the quickest peer."""
+    for fault, best in figures["best_mttr_s"].items():
+        which = figures["contenders"][best["which"]]["title"]
+        line = (
+            f"- {FAULTS[fault]}: {number(best['ours'])} s here, {number(best['peer'])} s for the quickest peer, {which}"
+        )
+        yield f"{line}: {number(best['times'])} times." if best["ours"] > 0 else f"{line}."
 
 
 ALIKE = (

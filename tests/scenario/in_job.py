@@ -15,7 +15,7 @@ from tests.integration.kill_walk import DRAINED, DROPOUT, RATES, ROUNDING, cache
 from tests.scenario.in_model import Ending
 from tests.scenario.scenario import RETURNS, Scenario, Wish
 
-__all__ = ["flags_of", "play"]
+__all__ = ["flags_of", "play", "played"]
 
 HELD_SECONDS = 3.0
 """Seconds for which all ranks wait before the step that follows a user's request, which then comes first."""
@@ -38,22 +38,30 @@ def flags_of(scenario: Scenario) -> list[str]:
     return flags
 
 
-def play(scenario: Scenario, folder: Path, undisturbed: Path | None = None, seconds: float = 240.0) -> Ending:
+def play(scenario: Scenario, folder: Path, undisturbed: Path | None = None) -> Ending:
     """Run ``scenario`` and compare its losses with an undisturbed job's. Raises ``AssertionError``.
 
     ``undisturbed``: a folder that keeps undisturbed runs for later scenarios. Prints the faults that struck.
     """
+    return played(scenario, folder, undisturbed)[0]
+
+
+def played(
+    scenario: Scenario, folder: Path, undisturbed: Path | None = None, seconds: float = 240.0
+) -> tuple[Ending, int]:
+    """As :func:`play`; returns also how many faults struck."""
     shared = undisturbed or folder / "undisturbed"
     if any(fault.losses is not None or fault.rejoin is not None for fault in scenario.faults):
         returns, flags = scenario.back if scenario.back in RETURNS else "soon", flags_of(scenario)
-        walk(folder, scenario.layout, [scenario], *flags, seconds=seconds, shared=shared, returns=returns)
-        return "kept"
+        walked = walk(folder, scenario.layout, [scenario], *flags, seconds=seconds, shared=shared, returns=returns)
+        return "kept", walked.kills
     result = _job(scenario, folder, seconds)
-    struck = ", ".join(f"rank {fault.rank} at {fault.point} of step {fault.step}" for fault in faults_in(result.output))
-    print(f"exit status {result.code}, {len(result.committed)} steps, struck: {struck or 'none'}", flush=True)
+    struck = faults_in(result.output)
+    told = ", ".join(f"rank {fault.rank} at {fault.point} of step {fault.step}" for fault in struck)
+    print(f"exit status {result.code}, {len(result.committed)} steps, struck: {told or 'none'}", flush=True)
     if result.code == LOST:
         assert "is lost" in result.output and "Traceback" not in result.output, result.output[-4000:]
-        return "lost"
+        return "lost", len(struck)
     drained = scenario.ends_early
     assert result.code == (DRAINED if drained else 0), result.output[-6000:]
     taken_back = 1 if ("snapshot", "state") in scenario.settings else 0  # docs/design.md §6.9
@@ -63,7 +71,7 @@ def play(scenario: Scenario, folder: Path, undisturbed: Path | None = None, seco
     assert steps == set(range(1, max(steps) + 1)) and (drained or max(steps) == scenario.steps), sorted(steps)
     deviation = max(deviations(result, kept(shared, scenario.layout, max(steps)), evaluates=False).values())
     assert deviation < ROUNDING, f"losses deviate by {deviation}"
-    return "kept"
+    return "kept", len(struck)
 
 
 def _job(scenario: Scenario, folder: Path, seconds: float) -> JobResult:

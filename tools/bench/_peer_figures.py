@@ -4,8 +4,9 @@ Definitions, the same for all contenders:
 
 - The *normal step* is the median time between a rank's commits while nothing has happened.
 - *Recovered* is the first commit of each survivor whose attempt began after the fault or in a membership formed after
-  it. A survivor is a rank that was not hit; where the peer starts it again, its new process counts. The time to
-  recover (MTTR) is that of the slowest survivor since the signal, less a normal step.
+  it. A survivor is a rank that was not hit; where the peer starts it again, its new process counts. Ranks that the
+  contender gives up together with one that was hit are no survivors. The time to recover (MTTR) is that of the slowest
+  survivor since the signal, less a normal step.
 - The job is *whole* again when every rank that was hit has committed a step in a new process.
 - A step is *undone* when a rank had committed it before the fault and commits it again after it. A step is *discarded*
   when all its work is thrown away and its attempt is not repeated within the same step.
@@ -80,6 +81,12 @@ class Strike:
 
     wall: float
     ranks: frozenset[int]
+    given_up: frozenset[int] = frozenset()
+    """Ranks that the contender ends, or leaves idle, since a rank of their replica was hit."""
+
+    def survivors(self, ranks: int) -> frozenset[int]:
+        """Return those of ``ranks`` ranks that have to recover."""
+        return frozenset(range(ranks)) - self.ranks - self.given_up
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ def _recovered(
     for commit in after:
         if commit.began >= strike.wall or commit.membership > membership:
             found.setdefault(commit.rank, commit)
-    survivors = set(range(ranks)) - strike.ranks
+    survivors = strike.survivors(ranks)
     return {rank: found[rank] for rank in survivors} if survivors <= found.keys() else None
 
 

@@ -28,7 +28,8 @@ _MARK = "PEER_TRIAL"
 _TELLING = re.compile(
     r"error|exception|timed? ?out|fail|exit (code|status)|lost|unreachable|refused|abort", re.IGNORECASE
 )
-_NOISE = re.compile(r"^\s*(File \"|\^|~)|warning|%\|", re.IGNORECASE)
+_NOISE = re.compile(r"^\s*(File \"|\^|~)|warning|%\||\.{4,} ", re.IGNORECASE)
+"""Places in a traceback, progress bars, and Megatron's listing of its arguments."""
 
 
 @dataclass(frozen=True)

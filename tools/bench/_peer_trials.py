@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tools.bench._peer_figures import (
     read_peer_log,
 )
 from tools.bench._peer_processes import Command, Job, words_of
+from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN, Layout
 from tools.training_log import iterations_of
 
 __all__ = ["BASELINES", "FAULTS", "STEPS", "Fault", "Setting", "Trial", "run_trial"]
@@ -87,10 +89,12 @@ class Trial:
     fault: str
     """Of :data:`FAULTS`, or 'calm'."""
     number: int
+    layout: str = PLAIN.name
 
     @property
     def name(self) -> str:
-        return f"{self.contender}.{self.fault}.{self.number}"
+        layout = () if self.layout == PLAIN.name else (self.layout,)
+        return ".".join((self.contender, *layout, self.fault, str(self.number)))
 
 
 def run_trial(trial: Trial, setting: Setting) -> dict[str, Any]:
@@ -99,25 +103,28 @@ def run_trial(trial: Trial, setting: Setting) -> dict[str, Any]:
     start: Callable[[Place], list[Command]]
     if trial.contender in BASELINES:
         start, environment = BASELINES[trial.contender]
-        read, comes_back = read_peer_log if environment else None, False
+        read, comes_back, loses_replica = read_peer_log if environment else None, False, False
     else:
         contender = CONTENDERS[trial.contender]
         start, environment = contender.start, contender.environment
         read, comes_back = read_own_log if contender.own else read_peer_log, contender.returns
+        loses_replica = contender.loses_replica
     returns = trial.fault == "calm" or FAULTS[trial.fault].returns
     with tempfile.TemporaryDirectory(prefix="peers-", dir=setting.scratch) as name:
         folder, port = Path(name), contenders.free_ports(PORTS)
         python = setting.pythons.get(environment, Path())
-        place = Place(python, folder, setting.data, setting.ranks, STEPS, port, returns)
+        layout = LAYOUTS[trial.layout]
+        place = Place(python, folder, setting.data, setting.ranks, STEPS, port, returns, layout)
         job = Job(start(place), folder)
         try:
-            watched = Watched(job, read, setting, comes_back)
+            watched = Watched(job, read, setting, comes_back, layout if loses_replica else PLAIN)
             found = watched.calm() if trial.fault == "calm" else watched.hit(trial.fault)
         finally:
             job.end()
     return {
         **asdict(trial),
         **found,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round(time.monotonic() - started, 1),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -132,6 +139,8 @@ class Watched:
     setting: Setting
     returns: bool
     """Whether this contender starts a lost rank again."""
+    units: Layout = PLAIN
+    """Its replicas are what the contender loses at once."""
 
     def calm(self) -> dict[str, Any]:
         """Let it train, undisturbed."""
@@ -176,7 +185,8 @@ class Watched:
         seen = len(self._history().commits)
         self._wait(lambda: len(self._history().commits) > seen)
         time.sleep(step / 2)
-        return Strike(self.job.strike(pids, fault.number), frozenset(ranks))
+        together = frozenset[int]().union(*(self.units.replica_of(rank) for rank in ranks))
+        return Strike(self.job.strike(pids, fault.number), frozenset(ranks), together - set(ranks))
 
     def _watch(self, strike: Strike, fault: Fault) -> bool:
         """Watch what becomes of it. Return whether it is whole again and has trained on."""
@@ -193,7 +203,7 @@ class Watched:
                 continue
             milestone = milestone or time.time()
             later = [c for c in history.commits if c.began >= milestone]
-            if len(later) >= TAIL_STEPS * (self.setting.ranks - len(strike.ranks)):
+            if len(later) >= TAIL_STEPS * len(strike.survivors(self.setting.ranks)):
                 return comes_back
         return False
 

@@ -1,7 +1,7 @@
 """This runtime beside what a user would pick instead: the same model, data, processes and faults, in the same run.
 
     python -m tools.bench.peers [--contenders ours,torchft,...] [--faults kill,...] [--trials 2] [--losses 2] [--quick]
-        [--environments FOLDER] [--kept FOLDER] [--minutes M]
+        [--layouts dp4,tp2dp2,pp2dp2] [--environments FOLDER] [--kept FOLDER] [--minutes M] [--into FILE]
 
 Contenders: this runtime (default, exact), torchft, nvidia-resiliency-ext (restart within the process, ``ft_launcher``)
 and torchrun with a checkpoint at every step; each peer in an environment of its own (:mod:`_peer_environments`), by
@@ -16,47 +16,74 @@ coordinator  SIGKILL to the process that coordinates the job
 two          SIGKILL to ranks 1 and 2 at once
 stop         SIGSTOP to the last rank
 
+Layouts other than four data-parallel ranks have the faults kill and stay alone, and no overhead: each peer does of
+tensor and pipeline parallelism what its documentation says (``of_layouts``). Their losses are compared with those of an
+undisturbed run of the baseline under the same layout.
+
 Signals come from outside, half a step after a commit. :mod:`_peer_figures` defines the figures. Where a contender does
 not recover within ``--patience``, its row has the last line of its output that tells of a failure.
 
 The whole takes about an hour. With ``--kept`` each trial's result is kept in a folder and not measured again, so that
-``--minutes`` can cut the run into parts. The last line is one JSON object.
+``--minutes`` can cut the run into parts. With ``--into`` the figures measured take the place of those in a recorded
+file, each with its time and the machine's load, and all others stay. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench._common import print_result
+from tools.bench._common import machine, print_result
 from tools.bench._jobs import ROOT, TORCHRUN, command, finished
 from tools.bench._peer_contenders import CONTENDERS, MEGATRON
 from tools.bench._peer_environments import ENVIRONMENTS, PINS, ensure
 from tools.bench._peer_processes import words_of
-from tools.bench._peer_summary import summary
+from tools.bench._peer_summary import merged, summary
 from tools.bench._peer_trials import BASELINES, FAULTS, STEPS, Setting, Trial, run_trial
 from tools.bench.peers_programs import common
+from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN
 
-QUICK = {"contenders": "ours,torchrun", "faults": "calm,kill", "trials": 1, "losses": 1, "calm_steps": 12}
+LAYOUT_FAULTS = ("kill", "stay")
+"""Those that are injected also into layouts other than four data-parallel ranks."""
+QUICK = {
+    "layouts": PLAIN.name,
+    "contenders": "ours,torchrun",
+    "faults": "calm,kill",
+    "trials": 1,
+    "losses": 1,
+    "calm_steps": 12,
+}
 
 
 def trials_of(options: argparse.Namespace) -> Iterator[Trial]:
-    """Every trial asked for, the contenders in turn."""
-    names, faults = options.contenders.split(","), options.faults.split(",")
-    repeated = [fault for fault in faults if fault in ("kill", "stay", "calm")]
+    """Every trial asked for, layout by layout, the contenders in turn."""
+    faults = options.faults.split(",")
+    for layout in options.layouts.split(","):
+        names = [name for name in options.contenders.split(",") if layout in CONTENDERS[name].layouts]
+        for number in range(options.trials):
+            for fault in faults:
+                for name in _contenders_of(fault, number, names, layout):
+                    yield Trial(name, fault, number, layout)
+
+
+def _contenders_of(fault: str, number: int, names: list[str], layout: str) -> list[str]:
+    """The contenders, of ``names``, that meet ``fault`` in round ``number``."""
     baselines = sorted({CONTENDERS[name].baseline for name in names})
-    for number in range(options.trials):
-        for fault in faults if number == 0 else repeated:
-            for name in (baselines + names) if fault == "calm" else names:
-                if fault == "calm" or fault in CONTENDERS[name].faults:
-                    yield Trial(name, fault, number)
+    if layout != PLAIN.name and fault == "calm":
+        return baselines if number == 0 else []  # its losses alone are used
+    if fault == "calm":
+        return baselines + names
+    if (layout != PLAIN.name and fault not in LAYOUT_FAULTS) or (number > 0 and fault not in ("kill", "stay")):
+        return []
+    return [name for name in names if fault in CONTENDERS[name].faults]
 
 
 @dataclass(frozen=True)
@@ -130,6 +157,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--faults", default="calm," + ",".join(FAULTS), help="names, separated by commas, in this order"
     )
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, separated by commas")
     parser.add_argument("--trials", type=int, default=2, help="rounds of calm, kill and stay; other faults have one")
     parser.add_argument("--losses", type=int, default=2, help="of one job under 'kill', one after the other")
     parser.add_argument("--ranks", type=int, default=4)
@@ -141,10 +169,16 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--kept", type=Path, metavar="FOLDER", help="keep results there and go on from those there")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further trial after so long")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a recorded result that gets the figures measured")
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    for flag, known in (("contenders", CONTENDERS), ("faults", {"calm": None, **FAULTS})):
+    known_names: dict[str, Iterable[str]] = {
+        "contenders": CONTENDERS,
+        "faults": {"calm": None, **FAULTS},
+        "layouts": LAYOUTS,
+    }
+    for flag, known in known_names.items():
         for name in getattr(options, flag).split(","):
             if name not in known:
                 parser.error(f"--{flag}: no {name!r}; choose from {','.join(known)}")
@@ -152,6 +186,10 @@ def parsed() -> argparse.Namespace:
         parser.error("--trials and --losses take at least 1, --calm-steps at least 6")
     if options.ranks < 4:
         parser.error(f"--ranks {options.ranks}: the fault 'two' kills ranks 1 and 2 of at least 4")
+    if options.ranks != 4 and options.layouts != PLAIN.name:
+        parser.error(f"--ranks {options.ranks}: layouts but {PLAIN.name} are of 4 ranks; add --layouts {PLAIN.name}")
+    if options.into and not options.into.exists():
+        parser.error(f"--into {options.into}: there is no such file")
     return options
 
 
@@ -182,7 +220,26 @@ def main() -> None:
         "trials_failed": failed,
         "trial_s": sum(r["took_s"] for r in results),
     }
-    print_result("peers", {**settings, **done, **summary(results)})
+    figures = {**settings, **done, **summary(results)}
+    if options.into:
+        write_into(options.into, figures)
+    print_result("peers", figures)
+
+
+def write_into(path: Path, figures: dict[str, Any]) -> None:
+    """Put ``figures`` into the recorded file at ``path``, and how they were measured. Raises ``ValueError``."""
+    recorded = json.loads(path.read_text())
+    how = {
+        "command": shlex.join(["python", "-m", "tools.bench.peers", *sys.argv[1:]]),
+        "machine": asdict(machine()),
+        **{name: figures[name] for name in ("losses_a_job", "patience_s", "trials_asked", "trials_done", "trial_s")},
+        "trials_failed": figures["trials_failed"],
+    }
+    measured = json.loads(json.dumps(figures, default=asdict))
+    whole = {**merged(recorded, measured), "later": [*recorded.get("later", []), how]}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(path)
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.kill_walk import LAYOUTS
 from tests.unit.tools.history_runs import SPOILED, Job, write
 from tools import chaos
 
@@ -17,6 +18,8 @@ def test_jobs_are_a_function_of_the_seed_and_of_every_kind() -> None:
     assert jobs == [chaos.drawn("7", number) for number in range(200)]
     assert {job.kind for job in jobs} == set(chaos.KINDS) == set(chaos.ACTS)
     assert jobs != [chaos.drawn("8", number) for number in range(200)]
+    exact = [LAYOUTS[job.layout] for job in jobs if job.exact]
+    assert exact and all(layout.experts == layout.chunks == 1 for layout in exact), "others are refused at the start"
 
 
 def good(job: chaos.Job, folder: Path, played: chaos.Played) -> None:

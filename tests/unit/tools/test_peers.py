@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,10 @@ from tools.bench._peer_figures import (
     read_peer_log,
 )
 from tools.bench._peer_processes import Command, Job, words_of
-from tools.bench._peer_summary import summary
+from tools.bench._peer_summary import merged, summary
 from tools.bench._peer_trials import FAULTS
-from tools.bench.peers import parsed
+from tools.bench.peers import parsed, trials_of
+from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN
 
 RANKS, STEP = 3, 0.5
 
@@ -79,6 +81,12 @@ def test_a_step_that_goes_on_in_a_new_membership_is_the_recovery() -> None:
 
 def test_one_survivor_that_never_commits_again_is_no_recovery() -> None:
     assert figures_of(history(whole(10) + steps(0, 11, 20, 9.0)), STRIKE, RANKS).mttr_s is None
+
+
+def test_ranks_that_are_given_up_with_a_lost_one_are_no_survivors() -> None:
+    alone = history(whole(10) + steps(0, 11, 20, 9.0))
+    assert figures_of(alone, replace(STRIKE, given_up=frozenset({1})), RANKS).mttr_s == pytest.approx(9.5 - 5.25 - STEP)
+    assert LAYOUTS["tp2dp2"].replica_of(3) == {2, 3} and PLAIN.replica_of(3) == {3}
 
 
 def test_steps_committed_again_from_a_checkpoint_are_undone() -> None:
@@ -150,9 +158,13 @@ def test_no_process_of_a_job_is_left_also_if_it_left_its_session(tmp_path: Path)
 def test_every_contender_has_commands_and_known_faults(tmp_path: Path) -> None:
     place = Place(Path("python"), tmp_path, tmp_path / "data", 4, 100, free_ports(8))
     for name, contender in CONTENDERS.items():
-        commands = contender.start(place)
         assert set(contender.faults) <= FAULTS.keys()
-        assert any(command.coordinator for command in commands) or "coordinator" not in contender.faults, name
+        for layout in contender.layouts:
+            commands = contender.start(replace(place, layout=LAYOUTS[layout]))
+            assert any(command.coordinator for command in commands) or "coordinator" not in contender.faults, name
+            ranks = [command for command in commands if not command.coordinator or "torchft" not in command.words[0]]
+            sizes = ("--tensor-model-parallel-size", str(LAYOUTS[layout].tensor)) if contender.own else (layout,)
+            assert all(set(sizes) <= set(command.words) for command in ranks if "stores" not in command.words[2])
 
 
 def test_a_summary_compares_with_the_quickest_peer_and_the_baseline_of_the_same_round() -> None:
@@ -187,8 +199,63 @@ def test_a_summary_compares_with_the_quickest_peer_and_the_baseline_of_the_same_
     assert found["contenders"]["torchft"]["faults"]["kill"]["batch_kept"] == pytest.approx(0.75)
 
 
+def test_a_layout_has_two_faults_and_one_undisturbed_run_of_each_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["peers", "--layouts", "tp2dp2", "--contenders", "ours,ours_exact,torchrun", "--trials", "2"]
+    monkeypatch.setattr(sys, "argv", asked)
+    found = [trial.name for trial in trials_of(parsed())]
+    calm = ["megatron.tp2dp2.calm.0", "plain.tp2dp2.calm.0"]
+    kills = [[f"{name}.tp2dp2.kill.{n}" for name in ("ours", "torchrun")] + [f"ours.tp2dp2.stay.{n}"] for n in (0, 1)]
+    assert found == [*calm, *kills[0], *kills[1]], "torchrun has no 'stay', exact mode no layouts"
+
+
+def recovered(contender: str, seconds: float, layout: str = PLAIN.name) -> dict[str, object]:
+    """The result of a trial with a kill."""
+    one = dict.fromkeys(("whole_after_s", "rejoin_stall_s", "throughput_without"))
+    counts = {"steps_undone": 0, "steps_discarded": 0, "rows_lost": 0, "rows_before": 32, "rows_after": 32}
+    told = {"contender": contender, "fault": "kill", "number": 0, "layout": layout, "load": 1.0, "words": ""}
+    losses = {"struck_step": 2, "losses": {"2": 3.0}, "at": "2026-11-25T09:00:00+00:00"}
+    return {**told, **losses, "figures": [{"mttr_s": seconds, "normal_step_s": 0.2, **one, **counts}]}
+
+
+def as_recorded(*results: dict[str, object], model: str = "small") -> dict[str, Any]:
+    """The JSON object of a run with ``results``."""
+    told = {"model": model, "ranks": 4, "calm_steps": 25, "versions": {"a peer": "1.0"}, "trial_s": 60.0}
+    figures = {**told, "trials_asked": 2, "trials_done": 2, **summary(results)}
+    read: dict[str, Any] = json.loads(json.dumps(figures, default=asdict))
+    return read
+
+
+def test_deviations_under_a_layout_are_from_its_baseline() -> None:
+    calm = {"contender": "plain", "fault": "calm", "number": 0, "layout": "tp2dp2", "losses": {"2": 2.0}}
+    found = summary([{**calm, "step_s": 0.2}, recovered("torchrun", 4.0, "tp2dp2")])
+    assert found["contenders"] == {} and list(found["layouts"]) == ["tp2dp2"]
+    kill = found["layouts"]["tp2dp2"]["contenders"]["torchrun"]["faults"]["kill"]
+    assert kill["loss_deviation"] == pytest.approx(0.5)
+
+
+def test_later_figures_take_the_place_of_recorded_ones_and_leave_the_others() -> None:
+    recorded = as_recorded(recovered("ours", 0.5), recovered("torchft", 5.0))
+    later = as_recorded(recovered("ours", 0.1), recovered("ours", 0.2, "tp2dp2"), recovered("torchrun", 4.0, "tp2dp2"))
+    found = merged(recorded, later)
+    assert found["best_mttr_s"]["kill"]["times"] == pytest.approx(50)
+    assert found["contenders"]["torchft"] == recorded["contenders"]["torchft"]
+    assert found["layouts"]["tp2dp2"]["best_mttr_s"]["kill"]["times"] == pytest.approx(20)
+    again = merged(found, as_recorded(recovered("torchft", 4.0, "tp2dp2")))
+    assert list(again["layouts"]["tp2dp2"]["contenders"]) == ["ours", "torchft", "torchrun"]
+    assert again["contenders"] == found["contenders"]
+    page = peer_tables.peers(again)
+    assert "**Tensor parallel 2 x data parallel 2**, the last rank killed (measured from 2026-11-25T09:00:00" in page
+    assert "| megatron-elastic | 0.2 | - | 100% | 0 | 0 | - |" in page
+    with pytest.raises(ValueError, match="model: small is recorded, large was measured"):
+        merged(recorded, as_recorded(recovered("ours", 0.1), model="large"))
+
+
 @pytest.mark.parametrize(
-    "flags", [("--contenders", "horse"), ("--faults", "flood"), ("--ranks", "2"), ("--trials", "0")]
+    "flags",
+    [
+        *[("--contenders", "horse"), ("--faults", "flood"), ("--ranks", "2"), ("--ranks", "6"), ("--trials", "0")],
+        *[("--layouts", "tp3"), ("--into", "nowhere.json")],
+    ],
 )
 def test_bad_input_is_one_clear_line(
     flags: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -243,15 +310,19 @@ def test_tables_and_picture_say_where_a_contender_does_not_recover(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_kill_beside_torchrun_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kill_beside_torchrun_is_measured(tmp_path: Path, layout: str) -> None:
     place = os.environ.get("MEGATRON_ELASTIC_PEERS", str(ROOT / "out" / "peers"))
-    command = [sys.executable, "-m", "tools.bench.peers", "--quick", "--environments", place, "--kept", str(tmp_path)]
+    small = ["--contenders", "ours,torchrun", "--faults", "calm,kill", "--trials", "1", "--losses", "1"]
+    folders = ["--environments", place, "--kept", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.bench.peers", "--layouts", layout, *small, *folders]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    ours, peer = (found["contenders"][name]["faults"]["kill"] for name in ("ours", "torchrun"))
+    rows = (found if layout == PLAIN.name else found["layouts"][layout])["contenders"]
+    ours, peer = (rows[name]["faults"]["kill"] for name in ("ours", "torchrun"))
     assert ours["recovered"] == peer["recovered"] == 1
     assert ours["steps_undone"] == ours["rows_lost"] == 0 and ours["batch_kept"] == 1
     assert ours["mttr_s"]["median"] < peer["mttr_s"]["median"]

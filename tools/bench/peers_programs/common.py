@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN
+
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 128, 4, 128, 1024
 ROWS = 32
 """Samples of a global batch."""
@@ -43,9 +45,9 @@ class Layer(nn.Module):
         """Return states of the same shape [rows, sequence, hidden]."""
         rows, length, _ = states.shape
         mixed = self.queries_keys_values(self.before_attention(states))
-        split = mixed.view(rows, length, 3, HEADS, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
+        split = mixed.view(rows, length, 3, -1, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
-        states = states + self.projection(attended.transpose(1, 2).reshape(rows, length, HIDDEN))
+        states = states + self.projection(attended.transpose(1, 2).reshape(rows, length, -1))
         grown: torch.Tensor = self.narrow(functional.gelu(self.wide(self.before_mlp(states))))
         return states + grown
 
@@ -72,8 +74,12 @@ class Gpt(nn.Module):
         states = self.tokens(given) + self.positions.weight
         for layer in self.layers:
             states = layer(states)
-        logits = self.last_norm(states) @ self.tokens.weight.t()
-        return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        return mean_loss(self.last_norm(states) @ self.tokens.weight.t(), wanted)
+
+
+def mean_loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of ``logits`` [rows, sequence, vocabulary] for the tokens ``wanted`` [rows, sequence]."""
+    return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
@@ -93,7 +99,7 @@ class Data:
         return Data(numpy.memmap(path, dtype=numpy.uint16, mode="r").reshape(-1, SEQUENCE + 1))
 
     def rows(self, step: int, rank: int, size: int) -> torch.Tensor:
-        """Return the samples of global batch ``step`` (from 0) that ``rank`` of ``size`` computes."""
+        """Return the samples of global batch ``step`` (from 0) that replica ``rank`` of ``size`` computes."""
         batch = self.samples[step * ROWS : (step + 1) * ROWS]
         return torch.from_numpy(batch[rank::size].astype(numpy.int64))
 
@@ -124,36 +130,9 @@ def options(description: str) -> argparse.Namespace:
     parser.add_argument("--events", type=Path, required=True, help="folder of the log")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--group-timeout", type=float, default=0.0, help="of the process group, seconds; 0: default")
-    parser.add_argument("--checkpoint", type=Path, help="written at every step and read at the start")
+    parser.add_argument("--checkpoints", type=Path, help="folder: written to at every step, read from at the start")
+    parser.add_argument("--layout", type=LAYOUTS.__getitem__, default=PLAIN, help="name of a layout")
     parser.add_argument("--tuned", action="store_true", help="lower the time-outs of the peer")
     parser.add_argument("--heartbeats", action="store_true", help="report to ft_launcher's rank monitor")
     torch.set_num_threads(1)
     return parser.parse_args()
-
-
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint that is whole or absent."""
-    partial = path.with_suffix(".partial")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
-    partial.replace(path)
-
-
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Read the checkpoint at ``path`` if there is one; return the step to go on with."""
-    if not path.exists():
-        return 0
-    kept = torch.load(path, weights_only=True)
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    return int(kept["step"])
-
-
-def backward(model: nn.Module, parallel: nn.Module, samples: torch.Tensor, world: int) -> float:
-    """Compute gradients, averaged over the global batch also where ranks have unequal numbers of samples; clip them.
-
-    Return the mean loss of ``samples``. ``parallel`` is the model as the peer wraps it; it averages over ``world``.
-    """
-    loss = parallel(samples)
-    (loss * (len(samples) * world / ROWS)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    return float(loss.detach())

@@ -1,8 +1,9 @@
 """nvidia-resiliency-ext, restart within the process: the wrapped function is called again on the ranks that are left.
 
-As its advanced example: the model and the optimizer outlive the restart, every call reads the newest checkpoint, which
-is written at every step here. A call divides the whole global batch among the ranks that are left. The library's own
-abort names NCCL, which CPU builds of torch lack; :class:`AbortGloo` does the rest of it.
+As its advanced example: the model and the optimizer outlive the restart where a rank has the whole model, every call
+reads the newest checkpoint, which is written at every step here. A call divides the whole global batch among the
+replicas that are left. With replicas of several ranks, a rank whose replica is not whole waits as a reserve. The
+library's own abort names NCCL, which CPU builds of torch lack; :class:`AbortGloo` does the rest of it.
 
 Annotations are not postponed here: the library looks at those of the wrapped function.
 """
@@ -11,6 +12,7 @@ import argparse
 import logging
 import os
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess
 
-from tools.bench.peers_programs import common
+from tools.bench.peers_programs import common, parts
 
 GROUP_SECONDS = 10.0
 """Time-out of the gloo group in the library's example."""
@@ -36,37 +38,60 @@ class AbortGloo(inprocess.abort.Abort):  # type: ignore[misc]  # an untyped base
         return state
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What outlives a restart."""
+
+    store: dist.Store
+    part: parts.Part | None
+    """Where a rank has the whole model; a part of a replica depends on the ranks that are left."""
+    optimizer: torch.optim.Optimizer | None
+
+
 def train(
     options: argparse.Namespace,
     log: common.Log,
-    model: common.Gpt,
-    optimizer: torch.optim.Optimizer,
-    store: dist.Store,
+    kept: Kept,
     call_wrapper: inprocess.CallWrapper | None = None,
 ) -> None:
     """Run the steps that are left, on the ranks that are left."""
     assert call_wrapper is not None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    data = common.Data.read(options.data)
+    place = parts.Place(options.layout, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    data, timeout = common.Data.read(options.data), timedelta(seconds=options.group_timeout or GROUP_SECONDS)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(str(call_wrapper.iteration), store),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=options.group_timeout or GROUP_SECONDS),
+        store=dist.PrefixStore(str(call_wrapper.iteration), kept.store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timeout,
     )
-    first = common.load(options.checkpoint, model, optimizer)
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    inside, across = parts.groups_of(place, timeout)
+    part = kept.part or parts.part_of(place, inside)
+    optimizer = kept.optimizer or common.optimizer_of(part.model)
+    checkpoints = parts.Checkpoints(options.checkpoints, place)
+    first = checkpoints.load(part.model, optimizer)
+    parallel = torch.nn.parallel.DistributedDataParallel(part.model, process_group=across)
     for step in range(first, options.steps):
         began = time.time()
-        samples = data.rows(step, rank, world)
+        samples = data.rows(step, place.replica, place.replicas)
         optimizer.zero_grad()
-        loss = common.backward(model, parallel, samples, world)
+        loss = parts.backward(part, parallel, samples, place.replicas)
         optimizer.step()
-        if rank == 0:
+        if place.replica == 0:
             with call_wrapper.atomic():
-                common.save(options.checkpoint, model, optimizer, step + 1)
-        log.step(step + 1, began, common.ROWS, len(samples), loss)
+                checkpoints.save(part.model, optimizer, step + 1)
+        log.step(step + 1, began, common.ROWS, len(samples) if part.has_loss else 0, loss)
+
+
+def whole_replicas(parts_of_replica: int) -> inprocess.rank_assignment.RankAssignment:
+    """The usage guide's assignment for a workload that needs a multiple of some ranks: those left over are a reserve.
+
+    Its other one, which drops each group that is not whole, would drop the partner of a lost rank for good.
+    """
+    return inprocess.Compose(
+        inprocess.rank_assignment.ActiveWorldSizeDivisibleBy(parts_of_replica),
+        inprocess.rank_assignment.ShiftRanks(),
+    )
 
 
 def tuned() -> dict[str, timedelta]:
@@ -91,7 +116,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     log = common.Log(options.events, rank)
-    model = common.Gpt()
+    part = parts.Part(common.Gpt()) if options.layout.parts == 1 else None
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         port + 2,
@@ -102,14 +127,16 @@ def main() -> None:
     local_rank = os.environ.pop(
         "LOCAL_RANK"
     )  # with it the wrapper adds checks of GPUs, which fail where there are none
+    assignment = {} if part else {"rank_assignment": whole_replicas(options.layout.parts)}
     wrapper = inprocess.Wrapper(
+        **assignment,
         store_kwargs={"port": port + 1},
         abort=AbortGloo(),
         monitor_process_pidfile=str(options.events / "monitor_{rank}.pid"),
         **(tuned() if options.tuned else {}),
     )
     os.environ["LOCAL_RANK"] = local_rank
-    wrapper(train)(options, log, model, common.optimizer_of(model), store)
+    wrapper(train)(options, log, Kept(store, part, common.optimizer_of(part.model) if part else None))
 
 
 if __name__ == "__main__":

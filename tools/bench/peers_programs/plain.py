@@ -1,4 +1,4 @@
-"""Plain DDP over gloo, with a checkpoint at every step if asked: the baseline, torchrun's and ft_launcher's program.
+"""Plain DDP over gloo, under any layout: the baseline; with a checkpoint at every step torchrun's and ft_launcher's.
 
 With ``--heartbeats`` a rank reports to ft_launcher's rank monitor after every step, and computes the monitor's
 time-outs from the first steps unless flags of the launcher gave them.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench.peers_programs import common
+from tools.bench.peers_programs import common, parts
 
 OBSERVED = 6
 """Steps from which ft_launcher's time-outs are computed."""
@@ -39,23 +39,25 @@ class Heartbeats:
             self._client.calculate_and_set_hb_timeouts()
 
 
-def train(options: argparse.Namespace, heartbeats: Heartbeats | None) -> None:
+def train(options: argparse.Namespace, timeout: timedelta | None, heartbeats: Heartbeats | None) -> None:
     """Run the steps that are left."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    log, data = common.Log(options.events, rank), common.Data.read(options.data)
-    model = common.Gpt()
-    optimizer = common.optimizer_of(model)
-    first = common.load(options.checkpoint, model, optimizer) if options.checkpoint else 0
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    place = parts.Place(options.layout, dist.get_rank(), dist.get_world_size())
+    log, data = common.Log(options.events, place.rank), common.Data.read(options.data)
+    inside, across = parts.groups_of(place, timeout)
+    part = parts.part_of(place, inside)
+    optimizer = common.optimizer_of(part.model)
+    checkpoints = parts.Checkpoints(options.checkpoints, place) if options.checkpoints else None
+    first = checkpoints.load(part.model, optimizer) if checkpoints else 0
+    parallel = torch.nn.parallel.DistributedDataParallel(part.model, process_group=across)
     for step in range(first, options.steps):
         began = time.time()
-        samples = data.rows(step, rank, world)
+        samples = data.rows(step, place.replica, place.replicas)
         optimizer.zero_grad()
-        loss = common.backward(model, parallel, samples, world)
+        loss = parts.backward(part, parallel, samples, place.replicas)
         optimizer.step()
-        if options.checkpoint and rank == 0:
-            common.save(options.checkpoint, model, optimizer, step + 1)
-        log.step(step + 1, began, common.ROWS, len(samples), loss)
+        if checkpoints and place.replica == 0:
+            checkpoints.save(part.model, optimizer, step + 1)
+        log.step(step + 1, began, common.ROWS, len(samples) if part.has_loss else 0, loss)
         if heartbeats is not None:
             heartbeats.beat()
 
@@ -64,9 +66,9 @@ def main() -> None:
     """Join the process group and train."""
     options = common.options(__doc__ or "")
     heartbeats = Heartbeats(options.tuned) if options.heartbeats else None
-    seconds = options.group_timeout
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds) if seconds else None)
-    train(options, heartbeats)
+    timeout = timedelta(seconds=options.group_timeout) if options.group_timeout else None
+    dist.init_process_group("gloo", timeout=timeout)
+    train(options, timeout, heartbeats)
     dist.destroy_process_group()
 
 
