@@ -170,14 +170,14 @@ def kill_row(row: Figures) -> tuple[str, ...]:
 
 
 def words(rows: list[Figures]) -> Iterator[tuple[str, str, str]]:
-    """The words of contenders that did not recover; where one is ended without a word, what happens to it."""
+    """The words of contenders that did not recover; what happens to those that are ended without a word."""
     for row in rows:
         for fault, figures in row["faults"].items():
             if figures["recovered"] < figures["trials"]:
                 what = FAULTS[fault] + (f": {row['coordinator']}" if fault == "coordinator" else "")
                 said = figures["words"].replace("|", "\\|").replace("`", "'")
-                silent = row.get("without_coordinator") if fault == "coordinator" else ""
-                yield row["title"], what, f"`{said}`" if said else silent or "(nothing)"
+                told = row.get("without_coordinator", "") if fault == "coordinator" else ""
+                yield row["title"], what, told or (f"`{said}`" if said else "(nothing)")
 
 
 def notes(figures: Figures) -> str:
@@ -206,6 +206,8 @@ ALIKE = (
     "other initial weights; peers run a plain torch model with all samples of a rank at once, and have a shorter step. "
     "Checkpoints of torchrun, ft_launcher and the in-process restart lie in memory. Processes share the cores, so a "
     "missing rank frees a part of a core for the others: throughput with a rank missing is no figure for accelerators. "
+    "Under tensor parallelism peers cut each layer as Megatron-LM does, but each rank has the whole embedding; under "
+    "pipeline parallelism they compute four micro-batches. "
     "Signals come from outside."
 )
 

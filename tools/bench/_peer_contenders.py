@@ -63,7 +63,7 @@ class Contender:
     coordinator: str = ""
     """What the fault 'coordinator' kills."""
     without_coordinator: str = ""
-    """What becomes of its job then, where no output tells of it."""
+    """What becomes of its job then, if it ends without a word."""
     faults: tuple[str, ...] = ("kill", "stay", "rank0", "coordinator", "two", "stop")
     returns: bool = True
     """Whether it starts a lost rank again."""
@@ -291,6 +291,8 @@ CONTENDERS: dict[str, Contender] = {
         without_coordinator="Its ranks see that their agent is gone and end themselves, so the job is over. With etcd "
         "and further nodes, the ranks of the other nodes go on",
         layouts=ALL,
+        of_layouts="'they go on as a smaller group, with larger parts of its layers each' (flags, --elastic-tensor); "
+        "'ranks that hold the same layers take the lost rank's samples over' (how it works)",
     ),
     "ours_exact": Contender(
         "megatron-elastic, exact",

@@ -269,10 +269,14 @@ def _throughput(
 
 
 def losses_by_step(history: History) -> dict[int, float]:
-    """Loss of every global batch, from the newest commits of each step."""
+    """Loss of every global batch but the last, from the newest commits of each step.
+
+    The job is ended in the middle of its last step, so not every rank may have told of that one.
+    """
     newest: dict[int, dict[int, Commit]] = {}
+    last = max((commit.step for commit in history.commits), default=0)
     for commit in history.commits:
-        if commit.own_rows:
+        if commit.own_rows and commit.step < last:
             newest.setdefault(commit.step, {})[commit.rank] = commit
     return {
         step: sum(c.loss * c.own_rows for c in own.values()) / sum(c.own_rows for c in own.values())

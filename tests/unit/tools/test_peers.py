@@ -117,7 +117,8 @@ def test_the_loss_of_a_batch_weighs_ranks_by_their_samples_and_takes_the_newest(
         Commit(1, 0, 1, 2.0, 3.0, 30, 10, 6.0),
         Commit(2, 0, 1, 2.0, 3.0, 30, 0, 99.0),
     ]
-    assert losses_by_step(history([old, *new])) == {1: pytest.approx(4.0)}
+    unfinished = Commit(0, 1, 2, 3.0, 4.0, 30, 20, 3.0)
+    assert losses_by_step(history([old, *new, unfinished])) == {1: pytest.approx(4.0)}
     assert deviation({1: 4.0, 2: 2.0, 3: 1.0}, {1: 1.0, 2: 2.5}, first=2) == pytest.approx(0.25)
     assert deviation({1: 4.0}, {1: 4.0}, first=2) is None
 
@@ -305,6 +306,9 @@ def test_tables_and_picture_say_where_a_contender_does_not_recover(tmp_path: Pat
     page = peer_tables.peers(figures)
     assert "| a peer | 1.5 (1 to 2) | - | no |" in page and "RuntimeError: gone\\|lost" in page
     assert "the batch shrinks to 75%, 8 samples lost, 1 steps undone" in peer_tables.readme(figures)
+    silent = {**row, "coordinator": "its launcher", "without_coordinator": "All end", "faults": {"coordinator": dead}}
+    told = peer_tables.peers({**figures, "contenders": {"peer": silent}})
+    assert "| a peer | coordinator killed: its launcher | All end |" in told, "not a line that says something else"
     peer_tables.picture(figures, tmp_path / "picture.svg")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
 
