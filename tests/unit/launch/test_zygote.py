@@ -148,7 +148,7 @@ def test_a_worker_that_is_forked_has_what_was_preloaded(folder: Path) -> None:
 LEAVES_A_CHILD = """
     import os, subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open(__file__ + ".child", "w") as out:
+    with open(__file__ + ".child", "a") as out:
         out.write(f"{child.pid} ")
     if os.environ["END"] == "now":
         os._exit(7)
@@ -179,8 +179,8 @@ def test_all_workers_and_what_they_left_go_with_the_agent(folder: Path) -> None:
         agent.hear()
         environ = {"END": "later", env.SEGMENT_PREFIX: prefix, env.SCRATCH: str(scratch / "1")}
         pids = [agent.fork(number, worker, **environ) for number in (1, 2)]
-        until(lambda: child.exists() and child.read_text().endswith(" "))
-        pids.append(int(child.read_text()))
+        until(lambda: child.exists() and child.read_text().count(" ") == 2)
+        pids += map(int, child.read_text().split())
     until(lambda: not any(map(is_running, pids)))
     assert glob.glob(f"/dev/shm/{prefix}*") == [] and not scratch.exists()
 
