@@ -8,5 +8,6 @@
 #define ELASTIC_CLONES
 #endif
 
-// A part of such a body. Left to itself the compiler may call it, and then it has one version, for the oldest processor.
+// A part of such a body. Left to itself the compiler may call it, and then it has one version, for the oldest
+// processor.
 #define ELASTIC_INLINE __attribute__((always_inline)) inline

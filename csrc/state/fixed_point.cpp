@@ -36,7 +36,7 @@ ELASTIC_INLINE std::uint32_t largest_of(const float* grad, std::size_t count) {
 }
 
 ELASTIC_INLINE std::uint32_t add_run(const float* __restrict grad, std::int64_t* __restrict sum, std::size_t count,
-                             double scale) {
+                                     double scale) {
   const std::uint32_t largest = largest_of(grad, count);
   if (largest > 0) {
     for (std::size_t i = 0; i < count; ++i) sum[i] += rounded(grad[i], scale);
@@ -45,7 +45,7 @@ ELASTIC_INLINE std::uint32_t add_run(const float* __restrict grad, std::int64_t*
 }
 
 ELASTIC_INLINE std::uint32_t set_run(const float* __restrict grad, std::int64_t* __restrict sum, std::size_t count,
-                             double scale) {
+                                     double scale) {
   const std::uint32_t largest = largest_of(grad, count);
   for (std::size_t i = 0; i < count; ++i) sum[i] = rounded(grad[i], scale);
   return largest;
