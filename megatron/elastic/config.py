@@ -222,9 +222,10 @@ class ElasticConfig:
     with --no-elastic-respawn. -1: layers never move."""
 
     expert_balance: Literal["off", "homes"] = "off"
-    """Where ranks share experts (--expert-model-parallel-size above 1), move experts according to their measured load.
-    'homes': each rank has as many experts as before, chosen so that all receive about the same number of tokens. 'off':
-    experts move after losses only. Use it where routers are skewed for long."""
+    """Whether experts move between ranks by their measured load, where ranks share experts
+    (--expert-model-parallel-size above 1). 'homes': each rank has as many experts as before, chosen so that all
+    receive about the same number of tokens. 'off': experts move after losses only. Use it where routers are skewed for
+    long."""
 
     mean_time_between_losses: float = 3600.0
     """Expected seconds between two changes of membership. Layers move only if the gain exceeds the cost of moving

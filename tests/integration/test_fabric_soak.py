@@ -49,7 +49,10 @@ def held() -> tuple[int, int, int]:
 
 
 def settled(seconds: float = 35.0) -> tuple[int, int, int]:
-    """What is held at last: threads that connect or end a group in the background go within the group's time-out."""
+    """Return what is held once the threads are gone that connect or end groups in the background.
+
+    They end within a group's time-out.
+    """
     end = time.monotonic() + seconds
     while (now := held())[1] >= THREADS and time.monotonic() < end:
         time.sleep(0.1)

@@ -1,9 +1,8 @@
 """The contenders of ``tools.bench.peers``: how each job is started, and what each is said to be.
 
 Every contender trains the same GPT on the same samples with four ranks on this machine, data-parallel alone or under
-another layout (:mod:`peers_programs.layouts`). Peers are started as their
-documentation says; *tuned* ones with the lowest time-outs that hold on a busy machine. ``caveats`` names what makes a
-row unlike the others.
+another layout (:mod:`peers_programs.layouts`). Peers are started as their documentation says; *tuned* ones with the
+lowest time-outs that hold on a busy machine. ``caveats`` names what makes a row unlike the others.
 """
 
 from __future__ import annotations
@@ -63,16 +62,16 @@ class Contender:
     coordinator: str = ""
     """What the fault 'coordinator' kills."""
     without_coordinator: str = ""
-    """What becomes of its job then, if it ends without a word."""
+    """What happens to its job when the coordinator is killed, if the job prints nothing."""
     faults: tuple[str, ...] = ("kill", "stay", "rank0", "coordinator", "two", "stop")
     returns: bool = True
     """Whether it starts a lost rank again."""
     caveats: str = ""
     layouts: tuple[str, ...] = (PLAIN.name,)
     of_layouts: str = ""
-    """What it says of a lost rank of a replica of several ranks, and where."""
+    """What its documentation says about a lost rank of a replica with several ranks, and the place."""
     loses_replica: bool = False
-    """Whether such a rank takes the others of its replica with it."""
+    """True if the other ranks of that replica end or wait as well."""
 
     @property
     def own(self) -> bool:

@@ -1,4 +1,4 @@
-"""How even the load of ranks is with experts in other places, from the load that a job has measured.
+"""Compares placements of experts: how evenly each loads the ranks, with the load that a job has measured.
 
     python -m tools.bench.expert_homes EVENTS --ranks 4 [--slots 5]
 

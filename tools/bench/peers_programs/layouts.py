@@ -1,4 +1,4 @@
-"""How the ranks of a job are divided into replicas, and each replica into parts of the model.
+"""Layouts of the peers' jobs: replicas of the model, and the parts that the ranks of a replica have.
 
 A replica is made of consecutive ranks and holds the whole model once. Its ranks hold the model's parts: a shard of each
 layer's weights under tensor parallelism, some of the layers under pipeline parallelism. Replicas share the samples.

@@ -40,11 +40,11 @@ class AbortGloo(inprocess.abort.Abort):  # type: ignore[misc]  # an untyped base
 
 @dataclass(frozen=True)
 class Kept:
-    """What outlives a restart."""
+    """Objects of a process that are still there after a restart within it."""
 
     store: dist.Store
     part: parts.Part | None
-    """Where a rank has the whole model; a part of a replica depends on the ranks that are left."""
+    """None where a replica has several ranks: the part of a rank then depends on the ranks that are left."""
     optimizer: torch.optim.Optimizer | None
 
 
@@ -111,7 +111,7 @@ def tuned() -> dict[str, timedelta]:
 
 
 def main() -> None:
-    """Build what outlives a restart, then call the wrapped function."""
+    """Build what is kept over restarts, then call the wrapped function."""
     options = common.options(__doc__ or "")
     logging.basicConfig(level=logging.WARNING)
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])

@@ -54,7 +54,7 @@ class Part:
     added: tuple[nn.Parameter, ...] = ()
     """Parameters with a copy on each rank of the replica, whose gradients are added up."""
     has_loss: bool = True
-    """Whether its model returns the loss."""
+    """True if its model returns the loss."""
 
     def finish_gradients(self) -> None:
         """Complete the gradients within the replica and clip them."""

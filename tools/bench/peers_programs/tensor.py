@@ -47,13 +47,17 @@ class _Summed(torch.autograd.Function):
         return gradients[0], None
 
 
-class Column(nn.Module):
-    """Some of the outputs of a linear layer."""
+class _Shard(nn.Module):
+    """A part of a linear layer. ``group`` has the ranks with the other parts."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
         self._group = group
+
+
+class Column(_Shard):
+    """Some of the outputs of a linear layer."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs of ``states`` [..., inputs]."""
@@ -61,13 +65,8 @@ class Column(nn.Module):
         return functional.linear(copied, self.weight, self.bias)
 
 
-class Row(nn.Module):
+class Row(_Shard):
     """A linear layer of which each rank has some of the inputs."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
-        self._group = group
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return all outputs, from this rank's inputs ``states`` [..., inputs / ranks]."""

@@ -4,7 +4,8 @@ The kernel provides a page when it is first written, and for some megabytes this
 The step that ends a migration sends reduced blocks to other ranks than its predecessors. So a thread allocates and
 writes the memory for these messages beside earlier steps.
 
-Invariant: each tensor is handed out once. A message of a size that was not prepared gets new memory.
+Invariant: each tensor is handed out once. All messages may take memory here; one whose size was not prepared gets new
+memory.
 """
 
 from __future__ import annotations

@@ -273,6 +273,8 @@ class Migrator:
         at.views.prepare(view, target.assignment)
         streams.prepare()
         at.tools.messages.prepare(sizes_of(way_to(at.tools, view, target.placement)))
+        if self._streams is not streams:  # it ended meanwhile: nothing will take this memory
+            at.tools.messages.clear()
 
     def _build_view(self) -> None:
         """End the migration and work under its target."""
@@ -284,11 +286,11 @@ class Migrator:
 
     def _end(self, streams: Streams) -> None:
         streams.abandon()
-        self._context.tools.messages.clear()
         self._gone.append(streams)
         self._pace = streams.pace(self._pace)
         self._arrived += streams.bytes_received
         self._streams, self._concluded = None, False
+        self._context.tools.messages.clear()  # the last: a thread that still prepares clears if it sees no streams
 
     def _under_way(self) -> Streams:
         if self._streams is None:
