@@ -31,7 +31,7 @@ from tools.bench._peer_figures import (
 from tools.bench._peer_processes import Command, Job, words_of
 from tools.bench._peer_summary import merged, summary
 from tools.bench._peer_trials import FAULTS
-from tools.bench.peers import parsed, trials_of
+from tools.bench.peers import parsed, trials_of, without_folders
 from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN
 
 RANKS, STEP = 3, 0.5
@@ -249,6 +249,10 @@ def test_later_figures_take_the_place_of_recorded_ones_and_leave_the_others() ->
     assert "| megatron-elastic | 0.2 | - | 100% | 0 | 0 | - |" in page
     with pytest.raises(ValueError, match="model: small is recorded, large was measured"):
         merged(recorded, as_recorded(recovered("ours", 0.1), model="large"))
+
+
+def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
+    assert without_folders(["--environments", "e", "--trials", "2", "--kept", "k"]) == ["--trials", "2"]
 
 
 @pytest.mark.parametrize(
