@@ -81,6 +81,8 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert (scalars["losses"], scalars["recoveries"], scalars["tolerated_ranks"]) == (1, 1, 1)
     assert abs(scalars["recovery_s"] - sum(lost["seconds"].values())) < 1e-3
     assert abs(scalars["lost_s"] - sum(past["lost_s"].values())) < 1e-3 and 0 < scalars["goodput"] < 1
+    assert abs(scalars["lost_computed_again_s"] - past["lost_s"]["computed again"]) < 1e-3
+    assert "lost_restart_s" not in scalars
     assert lost["lost"] == [3] and lost["outcome"] == "re-run" and lost["repeated_s"] > 0
     assert past["lost_s"]["computed again"] == lost["repeated_s"] < 60
     assert past["first_step"] == 1 and 0 < past["goodput"] < 1

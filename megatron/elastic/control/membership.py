@@ -136,6 +136,8 @@ class RunFigures:
     """Seconds in which some block was short of a mirror."""
     goodput: float
     """NaN: not known yet."""
+    lost_by_cause_s: tuple[float, ...]
+    """The parts of :attr:`lost_s`, in the order of :data:`~megatron.elastic.control.observations.CAUSES`."""
 
 
 class Membership(Protocol):

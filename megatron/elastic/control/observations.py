@@ -14,6 +14,9 @@ from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.wire import Int64
 
 __all__ = [
+    "CAUSES",
+    "COMPUTED_AGAIN",
+    "RESTART",
     "BusiestExpert",
     "DrawnCell",
     "DrawnSegment",
@@ -25,6 +28,12 @@ __all__ = [
     "Reprotected",
     "Stepping",
 ]
+
+
+COMPUTED_AGAIN = "computed again"
+RESTART = "restart"
+CAUSES = ("decide", "edit", "plan", "settle", COMPUTED_AGAIN, RESTART)
+"""Causes of lost time: the phases of a recovery, and two more (:mod:`megatron.elastic.control.history`)."""
 
 
 class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

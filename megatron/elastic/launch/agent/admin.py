@@ -26,7 +26,7 @@ from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import RunFigures
-from megatron.elastic.control.observations import DrawnTopology, ExpertLoads
+from megatron.elastic.control.observations import CAUSES, DrawnTopology, ExpertLoads
 from megatron.elastic.control.quarantine import NodeRecord
 from megatron.elastic.control.requests import Admit, Command, Drain, ParallelSizes, Reshape, Status
 from megatron.elastic.launch.agent.node_leases import Table
@@ -107,6 +107,7 @@ class Sources:
             lost_s=sum(past.lost_s.values()),
             unprotected_s=past.unprotected_s,
             goodput=math.nan if goodput is None else goodput,
+            lost_by_cause_s=tuple(past.lost_s.get(cause, 0.0) for cause in CAUSES),
         )
 
     def progress(self) -> ProgressStatus | None:

@@ -25,6 +25,7 @@ from megatron.training import get_args, global_vars
 
 from megatron.elastic.control import env
 from megatron.elastic.control.membership import RunFigures
+from megatron.elastic.control.observations import CAUSES
 from megatron.elastic.mcore.patching.patches import Row
 
 __all__ = ["Reporter"]
@@ -70,7 +71,7 @@ class Reporter:
         board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         if figures is None or board is None or step % get_args().tensorboard_log_interval:
             return
-        values = {f"elastic/{name}": float(value) for name, value in asdict(figures).items() if math.isfinite(value)}
+        values = _named(figures)
         for name, value in values.items():
             board.add_scalar(name, value, step)
         if run is not None:
@@ -92,6 +93,14 @@ class Reporter:
             original(*args, **kwargs)
 
         return replacement
+
+
+def _named(figures: RunFigures) -> dict[str, float]:
+    """Return the values to log by name. A cause of lost time has none before it has cost any."""
+    alone = asdict(figures)
+    causes = zip(CAUSES, alone.pop("lost_by_cause_s"), strict=True)
+    values = alone | {f"lost_{cause.replace(' ', '_')}_s": seconds for cause, seconds in causes if seconds}
+    return {f"elastic/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 @contextmanager
