@@ -206,7 +206,7 @@ def watching(figures: Figures) -> str:
     titles = {
         "events": "events of all ranks",
         "scalars": "this project's scalars",
-        "scalar_writer": "TensorBoard's thread",
+        "scalar_writer": "TensorBoard's thread, for them",
         "published": "the committed step for the launcher (always on)",
         "launcher": "launcher: page, its client, and metrics",
         "total": "all of these",

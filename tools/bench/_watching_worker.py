@@ -11,7 +11,7 @@ import os
 import runpy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ SKIPPED = 8
 
 
 def _whose(writer: SummaryWriter, tag: str, *_: Any) -> str:
-    return "scalars" if tag.startswith("elastic/") else "megatron_scalars"
+    return "scalar" if tag.startswith("elastic/") else "megatron_scalars"
+
+
+def own_part(calls: Mapping[str, int]) -> float:
+    """Return the share of this project among all scalars that were handed to TensorBoard's thread."""
+    own, all_scalars = calls.get("scalar", 0), calls.get("scalar", 0) + calls.get("megatron_scalars", 0)
+    return own / all_scalars if all_scalars else 0.0
 
 
 CLOCKED: tuple[tuple[object, str, str | Callable[..., str]], ...] = (
@@ -78,16 +84,19 @@ def main() -> None:
     processes: list[float] = []
     writer: list[float] = []
     spent: dict[str, float] = {}
+    calls: dict[str, int] = {}
     step = Engine.step
 
     def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
         if len(walls) == SKIPPED:
             clocks.clear()
             spent.clear()
+            calls.clear()
         walls.append(time.monotonic())
         processes.append(time.process_time())
         writer.append(writer_seconds())
         spent.update(clocks.spent)
+        calls.update(clocks.calls)
         return step(self, *args, **kwargs)
 
     Engine.step = counted  # type: ignore[method-assign]
@@ -97,7 +106,8 @@ def main() -> None:
         iterations = len(walls) - SKIPPED - 1
         report = {
             "cpu_seconds": {name: seconds / iterations for name, seconds in spent.items()},
-            "writer_seconds": (writer[-1] - writer[SKIPPED]) / iterations,
+            "writer_seconds": (writer[-1] - writer[SKIPPED]) / iterations * own_part(calls),
+            "scalars_a_step": calls.get("scalar", 0) / iterations,
             "process_seconds": (processes[-1] - processes[SKIPPED]) / iterations,
             "walls": [later - earlier for earlier, later in zip(walls[SKIPPED:], walls[SKIPPED + 1 :], strict=False)],
         }

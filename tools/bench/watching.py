@@ -9,7 +9,7 @@ off. On: ``--elastic-dashboard`` with a client that follows the page, its metric
 share       CPU time of each part over the CPU time of a step of a job without them, all ranks and the launcher:
             ``events``            gathering and writing events, all ranks
             ``scalars``           this project's scalars, on the rank that reports
-            ``scalar_writer``     TensorBoard's thread, which also writes the scalars of Megatron
+            ``scalar_writer``     TensorBoard's thread, by this project's share of all scalars
             ``published``         the committed step for the launcher; it cannot be switched off
             ``launcher``          CPU time of the launcher with everything on, less that of the job with all off
             ``total``             all of these
@@ -56,8 +56,8 @@ MODEL = QUIET + shlex.split("""
     --attention-dropout 0.1 --hidden-dropout 0.1 --elastic
 """)
 """The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
-COSTS = ("events", "scalars", "published")
-"""Clocks of a rank that are costs of watching."""
+COSTS = {"events": ("events",), "scalars": ("scalars", "scalar"), "published": ("published",)}
+"""Cost of watching → clocks of a rank."""
 SCRAPES = 100
 
 
@@ -108,7 +108,12 @@ def run(ranks: int, steps: int, watched: bool) -> Measured:
 
 
 def _parts(reports: list[dict[str, Any]]) -> dict[str, float]:
-    found = {name: sum(r["cpu_seconds"].get(name, 0.0) for r in reports) for name in (*COSTS, "megatron_scalars")}
+    clocks = {**COSTS, "megatron_scalars": ("megatron_scalars",)}
+    found = {
+        name: sum(report["cpu_seconds"].get(clock, 0.0) for report in reports for clock in mine)
+        for name, mine in clocks.items()
+    }
+    found["scalars_a_step"] = sum(report["scalars_a_step"] for report in reports)
     return {**found, "scalar_writer": sum(report["writer_seconds"] for report in reports)}
 
 
@@ -167,6 +172,7 @@ def main() -> None:
             "launcher_seconds_a_second": {
                 name: median_of([pair[at].launcher / pair[at].wall for pair in pairs]) for at, name in enumerate(names)
             },
+            "scalars_a_step": median_of([on.parts["scalars_a_step"] for on, _ in pairs]),
             "answers": sum(on.answers for on, _ in pairs),
             "bytes_an_answer": sum(on.answered_bytes for on, _ in pairs) / sum(on.answers for on, _ in pairs),
             "scrape_ms": scraped(),

@@ -91,8 +91,8 @@ def test_the_figures_of_the_run_are_in_the_event_file_and_in_the_run(
     }
     causes = {"lost_edit_s", "lost_computed_again_s"}
     assert found.keys() == asdict(FIGURES).keys() - {"lost_by_cause_s"} | causes, "of the causes those that cost time"
-    assert found["lost_computed_again_s"] == [(6, 2.0), (8, 2.0)]
-    assert found["losses"] == [(6, 2.0), (8, 1.0)] and found["lost_s"] == [(6, 2.5), (8, 2.5)]
+    assert found["lost_computed_again_s"] == [(6, 2.0)]
+    assert found["losses"] == [(6, 2.0), (8, 1.0)] and found["lost_s"] == [(6, 2.5)], "it has not changed"
     assert found["goodput"] == [(8, 0.75)], "an unknown share is not logged"
     reporter.hand_over(reports=False)
     calls = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]

@@ -6,7 +6,7 @@ further event file in the same folder, for W&B the same run resumed (``wandb.ini
 ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
 that is started again opens no run before it is admitted. Beside Megatron's own values the
 rank logs the figures of the run that its agent tells: losses, recoveries, lost time, goodput,
-protection. TensorBoard's lines are flushed, so
+protection. TensorBoard gets no points of them that a straight line has anyway. TensorBoard's lines are flushed, so
 the lines of a lost rank are in its file; wandb's own process sends its queued lines.
 """
 
@@ -27,6 +27,7 @@ from megatron.elastic.control import env
 from megatron.elastic.control.membership import RunFigures
 from megatron.elastic.control.observations import CAUSES
 from megatron.elastic.mcore.patching.patches import Row
+from megatron.elastic.observe.curves import Curves
 
 __all__ = ["Reporter"]
 
@@ -37,6 +38,8 @@ class Reporter:
     def __init__(self) -> None:
         self._waits = os.environ.get(env.NEWCOMER) == "1"
         """True if another rank reports, because this rank is not admitted yet."""
+        self._curves = Curves()
+        """Points of the figures of the run in this rank's event file."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -62,6 +65,7 @@ class Reporter:
         if board is not None:
             board.close()
             global_vars._GLOBAL_TENSORBOARD_WRITER = None
+            self._curves = Curves()
         if run is not None:
             run.finish()
             global_vars._GLOBAL_WANDB_WRITER = None
@@ -72,8 +76,8 @@ class Reporter:
         if figures is None or board is None or step % get_args().tensorboard_log_interval:
             return
         values = _named(figures)
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
+        for point in self._curves.points(values, step):
+            board.add_scalar(*point)
         if run is not None:
             run.log(values, step)
 
