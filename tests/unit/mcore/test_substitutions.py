@@ -92,6 +92,15 @@ def test_an_enumeration_stays_one() -> None:
     assert untouched.attention_backend is Backend.auto
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_activations_that_only_grouped_experts_recompute_are_kept_without_them(grouped: bool) -> None:
+    args = defaults(moe_grouped_gemm=grouped, recompute_modules=["layernorm", "moe_act", "mlp"])
+    assert "without moe_act" in table(substitute(args, CPU), "title")
+    assert args.recompute_modules == ["layernorm", "mlp"] and not args.moe_grouped_gemm
+    there = defaults(moe_grouped_gemm=True, recompute_modules=["moe_act"])
+    assert substitute(there, GPU) == ()
+
+
 def test_strict_flags_refuse_in_one_line_that_spells_the_fix() -> None:
     changed = substitute(defaults(use_flash_attn=True), CPU)
     with pytest.raises(BadInput) as caught:
