@@ -88,12 +88,16 @@ RESHAPES = {
     "a crew of all ranks": ("two cells of one rank", "1|1|4|1|4"),
     "every rank has all experts": ("two cells of one rank, in two stages", "1|2|2|1|1"),
     "crews of half the size in two stages": ("two cells", "1|2|1|2|2"),
-    "cells with two crews": ("two cells, each expert cut", "1|1|2|2|1"),
+    "a crew in each cell": ("two cells, each expert cut", "1|1|2|2|1"),
 }
 """New crews → crews at the launch, and sizes."""
+ALWAYS = ("a crew of all ranks", "crews of half the size in two stages")
 
 
-@pytest.mark.parametrize(("name", "to"), RESHAPES.values(), ids=RESHAPES.keys())
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [pytest.param(*case, id=new, marks=() if new in ALWAYS else pytest.mark.slow) for new, case in RESHAPES.items()],
+)
 def test_crews_are_formed_anew_for_other_sizes(name: str, to: str) -> None:
     """Losses are those of the launch's crews, and each crew has all experts."""
     cluster = loses(name, f"reshape:to={to},step=1", "steps=9")
@@ -122,8 +126,8 @@ def test_a_rank_is_lost_while_crews_are_formed_anew(point: str, rank: int) -> No
     ("to", "why"),
     [
         ("1|2|2|1|4", "EP 4 takes a number of replicas that is a multiple of 4"),
-        ("1|1|4|1|3", "EP 3 does not divide 4 experts"),
-        ("2|1|2", "ranks share experts: TP 1 and CP 1 of the launch stay"),
+        pytest.param("1|1|4|1|3", "EP 3 does not divide 4 experts", marks=pytest.mark.slow),
+        pytest.param("2|1|2", "ranks share experts: TP 1 and CP 1 of the launch stay", marks=pytest.mark.slow),
     ],
 )
 def test_crews_that_cannot_be_are_refused_in_one_line(to: str, why: str) -> None:
