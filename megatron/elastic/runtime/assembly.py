@@ -241,8 +241,13 @@ def _listener(links: Links, job: EngineParts, timeline: Timeline) -> _EventWrite
         announce=lambda text, protection: links.membership.announce(text, protection),
         store=_first_serves_all(),
     )
-    drawing = _ranks_of_node(rank) if job.config.dashboard is not None else ()
-    publisher = Publisher(links.membership, job.settings.steps, drawing)
+    publisher = Publisher(
+        links.membership,
+        job.settings.steps,
+        _ranks_of_node(rank),
+        draws=job.config.dashboard is not None,
+        load=job.settings.hyper.load,
+    )
     return _EventWriter(links.events, timeline, job, tolerances, publisher)
 
 
