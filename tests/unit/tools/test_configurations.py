@@ -11,7 +11,7 @@ import yaml
 
 from tools.configuration_tables import PAGE, RECORD, losses_of, page
 from tools.example_arguments import EXAMPLES, Example
-from tools.functional_configs import WORDS, fault_for
+from tools.functional_configs import Job, fault_for
 from tools.shrunk_configs import Configuration, Reference, configurations, ranks, shrunk
 
 GIVEN: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_a_small_configuration_has_the_sizes_and_features_of_the_large_one() -> 
     assert small["--num-layers"] == ["6"] and small["--num-layers-per-virtual-pipeline-stage"] == ["1"], "3 chunks"
     assert small["--recompute-modules"] == ["layernorm", "mlp"] and small["--bf16"] == []
     assert small["--save"] == ["/folder/save"] and small["--data-path"] == ["/data"]
-    assert small["--attention-dropout"] == ["0"]
+    assert small["--attention-dropout"] == small["--num-workers"] == ["0"]
     batch, micro = int(small["--global-batch-size"][0]), int(small["--micro-batch-size"][0])
     assert batch // micro // 2 % 2 == 0, "an interleaved pipeline takes micro-batches in groups of its stages"
 
@@ -97,10 +97,10 @@ def test_plain_megatron_gathers_all_tokens_where_ranks_cut_experts() -> None:
     assert "--moe-token-dispatcher-type" not in whole.without and not whole.begins
 
 
-def test_the_marks_of_filling_in_the_middle_are_tokens() -> None:
-    small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fim-data": True}), "/folder", "/data"))
-    marks = [int(small[f"--fim-{mark}-token"][0]) for mark in ("prefix", "middle", "suffix", "pad", "eod")]
-    assert len(set(marks)) == 5 and min(marks) >= WORDS and max(marks) < int(small["--vocab-size"][0])
+def test_a_short_run_in_fp16_skips_no_step() -> None:
+    assert "--initial-loss-scale" not in shrunk(Configuration("gpt/x", "regular", GIVEN), "/folder", "/data")
+    small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fp16": True}), "/folder", "/data"))
+    assert float(small["--initial-loss-scale"][0]) <= 2.0**15, "half of the largest number of the type"
 
 
 def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> None:
@@ -116,6 +116,14 @@ def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> 
 def test_the_fault_of_a_configuration_is_always_the_same() -> None:
     assert fault_for("gpt/x", 4) == fault_for("gpt/x", 4)
     assert len({fault_for(f"gpt/{number}", 4) for number in range(20)}) > 10
+
+
+def test_a_failed_job_is_told_by_its_last_reason() -> None:
+    said = ["could not find arguments in the checkpoint", "[launch] job 1 ends with exit status 5", "    | goodput 51%"]
+    why = "[launch] step 5: no rank makes progress"
+    assert Job(5, [*said, why], Path()).failure == f"exit status 5: {why}"
+    assert Job(1, ["error: a", "b"], Path()).failure == "exit status 1: error: a"
+    assert Job(-11, [], Path()).failure == "exit status -11: "
 
 
 def test_what_an_example_loses_is_what_its_start_refuses() -> None:
