@@ -34,25 +34,37 @@ __all__ = [
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 """A parallel size."""
+_SizeOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A parallel size; 0: the launch's."""
 
 ReshapeState = Literal["open", "under way", "in force", "refused"]
 """The state of a request for other sizes. The last two end it."""
 
 
 class ParallelSizes(NamedTuple):
-    """Tensor-, pipeline- and data-parallel size."""
+    """Tensor-, pipeline-, data-, context- and expert-parallel size."""
 
     tensor: int
     pipeline: int
     data: int
+    context: int = 1
+    experts: int = 1
+    """Into how many sets ranks deal the experts of a layer; in a request 0: as at the launch."""
+
+    @property
+    def cell(self) -> int:
+        """Number of ranks that share a micro-batch at a stage."""
+        return self.tensor * self.context
 
     @property
     def ranks(self) -> int:
         """Number of ranks that compute."""
-        return self.tensor * self.pipeline * self.data
+        return self.cell * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"TP {self.tensor}, PP {self.pipeline}, DP {self.data}"
+        context = f"CP {self.context}, " if self.context > 1 else ""
+        experts = f"EP {self.experts}, " if self.experts > 1 else ""
+        return f"TP {self.tensor}, {context}{experts}PP {self.pipeline}, DP {self.data}"
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -84,16 +96,18 @@ class Admit(_Command, frozen=True, tag="admit"):
 
 
 class Reshape(_Command, frozen=True, tag="reshape"):
-    """Go on with these tensor-, pipeline- and data-parallel sizes."""
+    """Go on with these parallel sizes."""
 
     tensor: _Size
     pipeline: _Size
     data: _Size
+    context: _Size = 1
+    experts: _SizeOrNone = 0
 
     @property
     def sizes(self) -> ParallelSizes:
-        """The three as one value."""
-        return ParallelSizes(self.tensor, self.pipeline, self.data)
+        """All of them as one value."""
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context, self.experts)
 
 
 Command = Status | Drain | Stop | SaveCheckpoint | Admit | Reshape
@@ -131,8 +145,15 @@ class OpenReshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor: _Size
     pipeline: _Size
     data: _Size
+    context: _Size = 1
+    experts: _SizeOrNone = 0
     hopeless: bool = False
     """Fewer ranks are here, or will be, than the sizes take."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """All of them as one value."""
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context, self.experts)
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,9 +173,9 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The job is to go on with other sizes."""
 
     def words(self) -> list[str]:
-        """The same as text for ``ctl status``: 'checkpoint', 'join', 'leave:4,5', 'reshape:2,4,1' and so on."""
+        """The same as text for ``ctl status``: 'checkpoint', 'join', 'leave:4,5', 'reshape:tp2,pp4,dp1' and so on."""
         named = {"checkpoint": self.checkpoint, "drain": self.drain, "join": self.join, "reform": self.reform}
         leave = ["leave:" + ",".join(map(str, self.leave))] if self.leave else []
-        sizes = self.reshape
-        reshape = [] if sizes is None else [f"reshape:{sizes.tensor},{sizes.pipeline},{sizes.data}"]
+        sizes = [] if self.reshape is None else [str(self.reshape.sizes).replace(" ", "").lower()]
+        reshape = [f"reshape:{text}" for text in sizes]
         return sorted([*(name for name, asked in named.items() if asked), *leave, *reshape])

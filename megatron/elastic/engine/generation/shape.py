@@ -1,20 +1,34 @@
-"""The sizes in force: ranks of a cell, stages, replicas; and which ranks and units these are.
+"""The sizes in force: the cut of a cell, stages, replicas; and which ranks and units these are.
 
 At the launch they are Megatron's (:class:`LaunchTopology`). A reshape replaces them for all later generations. Cells
 are numbered as at the launch: cell ``d · PP + p`` is stage ``p`` of replica ``d``. Behind them come waiting cells, of
 ranks that the sizes leave over.
+
+A cell cuts the weights over its tensor-parallel groups, and the sequence over the groups. While some ranks are missing
+it has another cut: where the sizes have context parallelism, of fewer groups of the same size, else of a smaller group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron.elastic.control.requests import ParallelSizes
+from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Cell, Replica, Segment
 
-__all__ = ["GridShape", "chunks_of"]
+__all__ = ["CellCut", "GridShape", "chunks_of"]
+
+
+class CellCut(NamedTuple):
+    """The cut of a cell's work over its ranks."""
+
+    tensor: int
+    """Ranks of a tensor-parallel group."""
+    parts: int = 1
+    """Such groups, each with one part of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +44,10 @@ class GridShape:
     @classmethod
     def of_launch(cls, launch_topology: LaunchTopology) -> GridShape:
         """Return Megatron's own sizes and cut."""
-        sizes = ParallelSizes(launch_topology.tensor, launch_topology.pipeline, launch_topology.data)
-        return cls(sizes, tuple(cell.ranks for cell in launch_topology.cells), launch_topology.chunks)
+        launch = launch_topology
+        experts = launch.expert_homes if launch.experts else 1
+        sizes = ParallelSizes(launch.tensor, launch.pipeline, launch.data, launch.context, experts)
+        return cls(sizes, tuple(cell.ranks for cell in launch.cells), launch.chunks)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -44,9 +60,22 @@ class GridShape:
         return len(self.ranks[0])
 
     @property
+    def team(self) -> int | None:
+        """Number of ranks of each tensor-parallel group in cells that share the sequence; None: a cell is one group."""
+        return self.sizes.tensor if self.sizes.context > 1 else None
+
+    def cut(self, count: int) -> CellCut:
+        """Return the cut of a cell that has ``count`` ranks."""
+        return CellCut(count) if self.team is None else CellCut(self.team, count // self.team)
+
+    @property
     def computing(self) -> int:
         """Number of cells that hold units while no rank is missing."""
         return self.sizes.pipeline * self.sizes.data
+
+    def deal(self, launched: ExpertDeal) -> ExpertDeal:
+        """Return how the ranks of these sizes share experts that are cut as ``launched``."""
+        return replace(launched, homes=self.sizes.experts, cell=self.sizes.cell) if launched.experts else launched
 
     def place(self, rank: int) -> tuple[tuple[int, ...], int | None, int | None]:
         """Return the ranks of the cell that has ``rank``, and its replica and stage; None where it waits."""

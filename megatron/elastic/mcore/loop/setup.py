@@ -37,7 +37,7 @@ from megatron.elastic.mcore.args.settings import (
     nominal_topology,
     sample_grid,
 )
-from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
+from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
@@ -50,6 +50,7 @@ from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
+from megatron.elastic.mcore.model.model_builder import model_builder
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.units import refuse_frozen, refuse_others
@@ -87,7 +88,7 @@ class Setup:
         self._optimizer: EngineOptimizer | None = None
         self._schedule: MegatronSchedule | None = None
         self._place: LaunchStage | None = None
-        self._others: AbsentStages | None = None
+        self._others: AbsentParts | None = None
         self._data: tuple[SampleSource | None, Evaluated, EvaluatedSet] | None = None
         self._evaluated_before = 0
         """Validation samples that were consumed before this job started, equal on all ranks."""
@@ -158,14 +159,14 @@ class Setup:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            return self._build(call["model_provider_func"], call["model_type"], call.get("checkpointing_context"))
+            return self._build(model_builder(call), call.get("checkpointing_context"))
 
         return replacement
 
-    def _build(self, provider: Any, model_type: Any, context: Any) -> tuple[Any, Any, Any]:
+    def _build(self, build_model: Callable[[], list[Any]], context: Any) -> tuple[Any, Any, Any]:
         args, links = get_args(), self.links
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
-        model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        model = build_model()
         refuse_others(model)
         refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
@@ -184,8 +185,7 @@ class Setup:
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
-        self._place = LaunchStage(interface, launched)
-        self._others = AbsentStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
+        self._place = LaunchStage(links.fabric.rank, interface, launched)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         self._schedule = MegatronSchedule(scheduler)
@@ -193,6 +193,7 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
+        self._others = AbsentParts(topology, build_model, groups)
         settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
