@@ -250,7 +250,7 @@ SECTIONS = (
         "torch_suite",
         "Which of PyTorch's distributed tests pass?",
         "PyTorch's own tests (`torch.testing._internal.distributed.distributed_test`), unchanged, on backend `elastic` "
-        "and on gloo beside it. On `elastic` the tests reserved to MPI run too: all-to-all on the CPU.",
+        "and, where the table has it, on gloo. On `elastic` the tests reserved to MPI run too: all-to-all on the CPU.",
         suite_tables.counts_and_reasons,
     ),
     Section(
