@@ -1,6 +1,6 @@
 """Cost of watching a job: live page, metrics, event log and TensorBoard, as shares of a step.
 
-    python -m tools.bench.watching [--ranks 4] [--pairs 3] [--steps 60]
+    python -m tools.bench.watching [--ranks 4] [--pairs 3] [--steps 50]
 
 Pairs of jobs of the quickstart's model, data parallel over all ranks, one with all of it on and one with all of it
 off. On: ``--elastic-dashboard`` with a client that follows the page, its metrics scraped every second,
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     pairs = list[tuple[Measured, Measured]]()
     for number in range(options.pairs):
