@@ -140,6 +140,11 @@ The configurations of `tests/functional_tests/test_cases/{gpt,moe}` of release 0
 stay; widths, layers, sequence, batch and steps are smaller, there are at most 8 ranks, tokens are random, dropout is
 off, and a test that resumes is run as its first half. Most train in bf16, where losses differ more after another order
 of additions than in fp32. `docs/measured/functional_configs.json` has each line.
+
+The run of plain Megatron that losses are compared with saves nothing and injects no errors of its own. Its layers for
+CPUs have no context parallelism, so there fewer ranks train the same batch, each with the whole sequence and all
+experts, and both runs begin with the weights of one checkpoint. Where ranks cut experts, it has Megatron's allgather
+dispatcher: the other one gathers unequal tensors, which gloo does not.
 """
 
 EXAMPLES_HEAD = """

@@ -7,24 +7,28 @@
 ``python -m megatron.elastic.launch --adapt``. For each configuration:
 
 - check: the lines of ``--elastic-check``, none if nothing is refused;
-- plain: the same arguments without ``--elastic``, and without ``--async-save``, which hangs there on a CPU;
+- plain: without ``--elastic``, and otherwise as a CPU allows (:class:`tools.shrunk_configs.Reference`). Configurations
+  with equal arguments for it share a run, whose log stays in the folder;
 - killed: with ``--elastic``, one rank killed at a random point of step 3 (seeded by the name), which returns. It must
   lose no step and have the losses of the plain run.
 
 The result goes to ``docs/measured/functional_configs.json`` after each configuration, rows that are not named stay.
+With ``--missing --seconds 500``, one call after the other goes on where the last one stopped.
 ``python -m tools.configuration_tables`` writes docs/configurations.md from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
+import select
 import shutil
-import subprocess
+import signal
 import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -33,15 +37,19 @@ from typing import Any
 
 from megatron.elastic.engine.inject import STEP_POINTS
 from megatron.elastic.observe.events import read_events
+from tests.integration.ports import free_port
 from tools import training_log
 from tools.bench._common import machine
-from tools.shrunk_configs import STEPS, Configuration, configurations, ranks, shrunk
+from tools.shrunk_configs import STEPS, Configuration, Reference, configurations, ranks, shrunk
 
 __all__ = ["Row", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measured" / "functional_configs.json"
 TOKENS, DOCUMENTS, WORDS = 60, 2000, 250
+JOB_SECONDS = 400
+MISSING = ("not run", "refused", "plain failed")
+"""What ``--missing`` runs, if it is not refused now: neither what ran nor what failed."""
 ROUNDING = 2e-6
 """Largest relative deviation of a loss, as printed with seven digits."""
 BF16_ROUNDING = 2e-2
@@ -88,63 +96,82 @@ class Bench:
     checkout: Path
     folder: Path
     data: str
-    under: Sequence[str]
 
-    @property
-    def environment(self) -> dict[str, str]:
-        paths = f"{self.checkout}:{ROOT}"
-        return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-
-    def arguments(self, case: Configuration, job: str, *flags: str) -> list[str]:
-        """Return the launcher's arguments for ``case``."""
+    def home(self, case: Configuration, job: str) -> Path:
+        """Return an empty folder for what a job writes."""
         home = self.folder / case.name / job
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
+        return home
+
+    def arguments(self, count: int, words: Sequence[str]) -> list[str]:
+        """Return the launcher's arguments for a job of ``count`` ranks, whose script has these ``words``."""
         script = str(self.checkout / "pretrain_gpt.py")
-        words = [word for word in shrunk(case, str(home), self.data) if job != "plain" or word != "--async-save"]
-        port = str(random.randrange(20000, 32000))  # two jobs on one machine may choose the same default
-        return ["--nproc-per-node", str(ranks(case)), "--master-port", port, "--adapt", script, *words, *flags]
+        return ["--nproc-per-node", str(count), "--master-port", str(free_port()), "--adapt", script, *words]
 
     def check(self, case: Configuration) -> list[str]:
-        """Return the lines that ``--elastic-check`` refuses ``case`` with, or the last line of another failure.
-
-        It runs in a fork of this process, which has imported what a worker imports.
-        """
-        arguments = self.arguments(case, "check", "--elastic", "--elastic-check")
-        with tempfile.TemporaryFile("w+", errors="replace") as out:
-            sys.stdout.flush()
-            child = os.fork()
-            if child == 0:
-                _be_launcher(arguments, self, out.fileno())
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            out.seek(0)
-            lines = out.read().splitlines()
+        """Return the lines that ``--elastic-check`` refuses ``case`` with, or the last line of another failure."""
+        words = shrunk(case, str(self.home(case, "check")), self.data)
+        log = self.folder / case.name / "check.log"
+        status = self._run(ranks(case), [*words, "--elastic", "--elastic-check"], log).code
+        lines = _lines(log)
         told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if status == 0 and any("nothing is refused" in line for line in lines):
             return []
         return told or [f"failed: {next((line for line in reversed(lines) if line.strip()), 'no output')}"]
 
-    def job(self, case: Configuration, name: str, *flags: str, seconds: float = 280.0) -> Job:
-        """Run ``case`` to its end."""
-        log, events = self.folder / case.name / f"{name}.log", self.folder / case.name / f"{name}.events"
+    def elastic(self, case: Configuration, plain: Plain, *flags: str) -> Job:
+        """Run ``case`` with ``--elastic`` and ``flags`` to its end, from the weights that ``plain`` began with."""
+        home, events = self.home(case, "killed"), self.folder / case.name / "killed.events"
         shutil.rmtree(events, ignore_errors=True)
-        more = [word.replace("EVENTS", str(events)) for word in flags]
-        command = [*self.under, "timeout", str(seconds), sys.executable, "-W", "ignore", "-m"]
-        command += ["megatron.elastic.launch", *self.arguments(case, name, *more)]
+        words = [*shrunk(case, str(home), self.data), "--elastic", "--elastic-event-log", str(events)]
+        if Reference.of(case).begins:
+            words += _beginning(plain.start)
+        job = self._run(ranks(case), [*words, *flags], self.folder / case.name / "killed.log", events)
+        shutil.rmtree(home, ignore_errors=True)
+        return job
+
+    def plain(self, case: Configuration) -> Plain:
+        """Run the reference of ``case``, unless its log, or that of an equal one, is in the folder."""
+        reference = Reference.of(case)
+        words = shrunk(case, "", self.data, reference.without)
+        digest = hashlib.sha256(json.dumps([reference.ranks, words]).encode()).hexdigest()[:16]
+        home = self.folder / "plain" / digest
+        start, log = home / "start", home / "log"
+        if log.is_file():
+            return Plain(Job(0, _lines(log), home), start)
+        shutil.rmtree(home, ignore_errors=True)
+        (home / "writes").mkdir(parents=True)
+        words = shrunk(case, str(home / "writes"), self.data, reference.without)
+        if reference.begins:
+            first = [*words, "--save", str(start), "--save-interval", "1", "--exit-interval", "1", "--no-save-optim"]
+            begun = self._run(reference.ranks, first, home / "start.log")
+            if begun.code:
+                return Plain(begun, start)
+            words += _beginning(start)
+        job = self._run(reference.ranks, words, home / "unfinished.log")
+        shutil.rmtree(home / "writes")
+        if not job.failure:
+            (home / "unfinished.log").rename(log)
+        return Plain(job, start)
+
+    def _run(self, count: int, words: Sequence[str], log: Path, events: Path | None = None) -> Job:
+        """Run a job in a fork of this process, which has imported what a worker imports."""
+        arguments = self.arguments(count, words)
+        sys.stdout.flush()
         with log.open("w", encoding="utf-8") as out:
-            code = subprocess.run(command, env=self.environment, stdout=out, stderr=out, check=False).returncode
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        shutil.rmtree(self.folder / case.name / name, ignore_errors=True)
-        return Job(code, lines, events)
+            child = os.fork()
+            if child == 0:
+                _be_launcher(arguments, out.fileno())
+        return Job(_ended(child, JOB_SECONDS), _lines(log), events or log.parent)
 
 
-def _be_launcher(arguments: Sequence[str], bench: Bench, out: int) -> None:
+def _be_launcher(arguments: Sequence[str], out: int) -> None:
     """Be ``python -m megatron.elastic.launch`` with these arguments, in a process that was just forked."""
     code = 1
     try:
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.environ.update(bench.environment)
         from megatron.elastic.launch.__main__ import main as launch
 
         code = launch(list(arguments))
@@ -154,6 +181,28 @@ def _be_launcher(arguments: Sequence[str], bench: Bench, out: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _ended(child: int, seconds: float) -> int:
+    """Wait for a child's end and return its exit status; after ``seconds`` it is ended, with its job."""
+    pidfd = os.pidfd_open(child)
+    try:
+        for wait, kind in ((seconds, signal.SIGTERM), (30.0, signal.SIGKILL)):
+            if select.select([pidfd], [], [], wait)[0]:
+                break
+            os.kill(child, kind)
+    finally:
+        os.close(pidfd)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _beginning(checkpoint: Path) -> tuple[str, ...]:
+    """Return the flags to begin with the weights of a checkpoint."""
+    return "--load", str(checkpoint), "--finetune", "--ckpt-format", "torch_dist"
 
 
 @dataclass(frozen=True)
@@ -178,6 +227,14 @@ class Job:
         return f"steps {sorted(missing)} were not logged" if missing else ""
 
 
+@dataclass(frozen=True)
+class Plain:
+    """A job of plain Megatron, and the checkpoint it began with, if it had to."""
+
+    job: Job
+    start: Path
+
+
 def fault_for(name: str, count: int) -> str:
     """Return a kill of a random rank at a random point of step 3; the same for the same name.
 
@@ -185,15 +242,14 @@ def fault_for(name: str, count: int) -> str:
     """
     draw = random.Random(name)
     kill = f"kill:rank={draw.randrange(count)},step=3,point={draw.choice(STEP_POINTS)}"
-    return f"{kill};delay:missing=1,count=0,point=between_steps,seconds=60"
+    return f"{kill};delay:missing=1,count=0,point=between_steps,seconds=200"
 
 
 def train(bench: Bench, case: Configuration, row: Row) -> None:
     """Run plain Megatron, and our job with a loss, into ``row``."""
-    plain = bench.job(case, "plain")
-    row.kill = fault_for(case.name, row.ranks)
-    ours = ("--elastic", "--elastic-event-log", "EVENTS", "--elastic-allow-inject", "--elastic-inject", row.kill)
-    killed = bench.job(case, "killed", *ours)
+    begun = bench.plain(case)
+    plain, row.kill = begun.job, fault_for(case.name, row.ranks)
+    killed = bench.elastic(case, begun, "--elastic-allow-inject", "--elastic-inject", row.kill)
     row.failure, row.deviation = killed.failure, 0.0
     row.status = "failed" if row.failure else "ran"
     if row.failure:
@@ -238,11 +294,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m tools.functional_configs", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("checkout", type=Path, help="Megatron-LM's sources, release 0.17.1")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="configurations, such as gpt/gpt3_mcore_tp1_pp2")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="in this order, such as gpt/gpt3_mcore_tp1_pp2")
     parser.add_argument("--folder", type=Path, required=True, help="data, logs and checkpoints go here")
     parser.add_argument("--check", action="store_true", help="check the flags of each, train none")
-    parser.add_argument("--missing", action="store_true", help="train only those that have not run")
-    parser.add_argument("--under", default="", help="command in front of each job, such as 'taskset -c 0,1'")
+    parser.add_argument("--missing", action="store_true", help="only those that have not run, or not plain Megatron's")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no other configuration after this time")
     parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -254,16 +310,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     found = configurations(args.checkout.resolve())
     others = {case.name: case.other_script or "no arguments" for case in found if case.other_script or not case.given}
-    cases = [case for case in found if case.name not in others and case.name in (args.only or (case.name,))]
+    cases = _chosen([case for case in found if case.name not in others], args.only)
     _import_ahead(args.checkout.resolve())
-    bench = Bench(args.checkout.resolve(), folder, data_set(folder), args.under.split())
-    rows, failed = recorded(args.record), False
+    bench = Bench(args.checkout.resolve(), folder, data_set(folder))
+    rows, failed, began = recorded(args.record), False, time.monotonic()
     for case in cases:
         row = rows.setdefault(case.name, Row(case.name, ranks(case)))
-        row.refused = bench.check(case)
+        if args.missing and row.status not in MISSING:
+            continue
+        if time.monotonic() - began > args.seconds:
+            break
+        row.ranks, row.refused = ranks(case), bench.check(case)
         if row.refused:
             row.status, row.failure = "refused", ""
-        elif not args.check and not (args.missing and row.status == "ran"):
+        elif not args.check:
             train(bench, case, row)
         elif row.status == "refused":
             row.status = "not run"
@@ -273,9 +333,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failed)
 
 
+def _chosen(cases: Sequence[Configuration], names: Sequence[str] | None) -> list[Configuration]:
+    """Return those with these names, in their order; all without names."""
+    if names is None:
+        return list(cases)
+    by_name = {case.name: case for case in cases}
+    return [by_name[name] for name in names]
+
+
 def _import_ahead(checkout: Path) -> None:
-    """Import what every worker imports, so that the forks of the check need not."""
+    """Import what every worker imports, so that the forks need not, in the environment of a job."""
     sys.path.insert(0, str(checkout))
+    os.environ.update(PYTHONPATH=f"{checkout}:{ROOT}", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     import torch  # noqa: F401
 
     import megatron.elastic.adaptor

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["FAMILIES", "STEPS", "Configuration", "configurations", "shrunk"]
+__all__ = ["FAMILIES", "STEPS", "Configuration", "Reference", "configurations", "ranks", "shrunk"]
 
 FAMILIES = ("gpt", "moe")
 CASES = Path("tests") / "functional_tests" / "test_cases"
@@ -121,8 +121,8 @@ def ranks(case: Configuration) -> int:
     stages = case.number("--pipeline-model-parallel-size")
     tensor = case.number("--tensor-model-parallel-size")
     sharing = case.number("--expert-model-parallel-size") * case.number("--expert-tensor-parallel-size", tensor)
-    needed = max(_cell(case) * case.number("--num-distributed-optimizer-instances"), stages * sharing)
-    return min(MOST_RANKS, max(2 * _cell(case), needed))
+    replicas = max(_cell(case), stages * sharing) * case.number("--num-distributed-optimizer-instances")
+    return min(MOST_RANKS, max(2 * _cell(case), replicas))
 
 
 def _replicas(case: Configuration) -> int:
@@ -160,15 +160,23 @@ def _batch(case: Configuration) -> int:
 
 # ---------------------------------------------------------------- arguments
 
+_MARKS = [
+    word
+    for number, mark in enumerate(("prefix", "middle", "suffix", "pad", "eod"), 250)
+    for word in (f"--fim-{mark}-token", str(number))
+]
+"""The marks of filling in the middle, as tokens that the data set does not have."""
 
-def shrunk(case: Configuration, folder: str, data: str) -> list[str]:
+
+def shrunk(case: Configuration, folder: str, data: str, without: Collection[str] = ()) -> list[str]:
     """Return the arguments of ``pretrain_gpt.py`` for ``case`` at CPU size.
 
-    ``folder``: for what the run writes. ``data``: prefix of a data set of tokens below 255.
+    ``folder``: for what the run writes. ``data``: prefix of a data set of tokens below 250. ``without``: flags to leave
+    out.
     """
     words = []
     for flag, value in case.given.items():
-        if flag in _ABSENT:
+        if flag in _ABSENT or flag in without:
             continue
         size = _SIZES.get(flag)
         words += _words(flag, value if size is None else size(case), folder)
@@ -178,6 +186,8 @@ def shrunk(case: Configuration, folder: str, data: str) -> list[str]:
         words += ["--train-samples", str(STEPS * _batch(case)), "--lr-decay-samples", str(20 * _batch(case))]
     if "--micro-batch-size" not in case.given:
         words += ["--micro-batch-size", str(_micro_batch(case))]
+    if "--fim-data" in case.given:
+        words += _MARKS
     return words
 
 
@@ -190,3 +200,45 @@ def _words(flag: str, value: Any, folder: str) -> list[str]:
         text = f"{folder}/{flag[2:]}"
     listed = re.fullmatch(r"\[([^()]*)\]|([\d ]+)", text)
     return [flag, *(text.strip("[]").split() if listed else [text])]
+
+
+# ---------------------------------------------------------------- plain Megatron
+
+_SAVING = (
+    *("--save", "--save-interval", "--save-retain-interval", "--async-save", "--async-strategy", "--ckpt-format"),
+    *("--use-persistent-ckpt-worker", "--ckpt-assume-constant-structure", "--ckpt-fully-parallel-save"),
+    *("--no-ckpt-fully-parallel-save", "--dist-ckpt-optim-fully-reshardable", "--verify-integrity"),
+)
+_READING = (
+    *("--dist-ckpt-strictness", "--auto-detect-ckpt-format", "--ckpt-fully-parallel-load", "--use-checkpoint-args"),
+    *("--use-checkpoint-opt_param-scheduler", "--no-use-tokenizer-model-from-checkpoint-args", "--no-load-optim"),
+)
+_CONTEXT = ("--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes")
+_EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The run of plain Megatron that has the losses of a configuration and that a CPU can do.
+
+    It writes no checkpoints, and injects no errors of its own. Without Transformer Engine it has no context
+    parallelism: fewer ranks have the whole sequence then, and all experts. gloo gathers equal tensors only, so experts
+    that ranks cut between them gather all tokens, not their own. No loss depends on any of these.
+    """
+
+    ranks: int
+    without: tuple[str, ...]
+    """The flags that it leaves out."""
+    begins: bool
+    """True if both runs must begin with weights from one checkpoint: Megatron draws others on other ranks."""
+
+    @classmethod
+    def of(cls, case: Configuration) -> Reference:
+        """Return the reference of ``case``."""
+        parts = case.number("--context-parallel-size")
+        without = [*_SAVING, *_READING, "--error-injection-rate", "--error-injection-type"]
+        if parts > 1:
+            without += (*_CONTEXT, *_EXPERTS)
+        if case.number("--expert-tensor-parallel-size", case.number("--tensor-model-parallel-size")) > 1:
+            without.append("--moe-token-dispatcher-type")  # allgather is Megatron's default
+        return cls(ranks(case) // parts, tuple(without), parts > 1)

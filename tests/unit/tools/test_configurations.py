@@ -11,8 +11,8 @@ import yaml
 
 from tools.configuration_tables import PAGE, RECORD, losses_of, page
 from tools.example_arguments import EXAMPLES, Example
-from tools.functional_configs import fault_for
-from tools.shrunk_configs import Configuration, configurations, ranks, shrunk
+from tools.functional_configs import WORDS, fault_for
+from tools.shrunk_configs import Configuration, Reference, configurations, ranks, shrunk
 
 GIVEN: dict[str, Any] = {
     "--tensor-model-parallel-size": 2,
@@ -63,10 +63,44 @@ def test_a_small_configuration_has_the_sizes_and_features_of_the_large_one() -> 
     [
         ({"--context-parallel-size": 4}, 8),
         ({"--pipeline-model-parallel-size": 1, "--tensor-model-parallel-size": 1}, 2),
+        ({"--pipeline-model-parallel-size": 1, "--expert-model-parallel-size": 2}, 4),
+        (
+            {
+                "--pipeline-model-parallel-size": 1,
+                "--expert-model-parallel-size": 2,
+                "--num-distributed-optimizer-instances": 2,
+            },
+            8,
+        ),
     ],
 )
 def test_ranks_are_two_replicas_and_at_most_eight(more: dict[str, Any], expected: int) -> None:
     assert ranks(Configuration("gpt/x", "regular", {**GIVEN, **more})) == expected
+
+
+def test_plain_megatron_trains_the_same_samples_on_ranks_that_each_have_the_whole_sequence() -> None:
+    shared = {"--context-parallel-size": 2, "--cp-comm-type": "a2a", "--expert-model-parallel-size": 2}
+    case = Configuration("gpt/x", "regular", {**GIVEN, **shared, "--async-save": True})
+    reference = Reference.of(case)
+    small = values(shrunk(case, "/folder", "/data"))
+    plain = values(shrunk(case, "/folder", "/data", reference.without))
+    assert (ranks(case), reference.ranks, reference.begins) == (8, 4, True)
+    assert small.keys() - plain.keys() == {*shared, "--async-save", "--save"}
+    assert all(plain[flag] == small[flag] for flag in plain)
+
+
+def test_plain_megatron_gathers_all_tokens_where_ranks_cut_experts() -> None:
+    """gloo gathers equal tensors only, and Megatron's default is the dispatcher with equal ones."""
+    given = {**GIVEN, "--moe-token-dispatcher-type": "alltoall"}
+    assert "--moe-token-dispatcher-type" in Reference.of(Configuration("moe/x", "regular", given)).without
+    whole = Reference.of(Configuration("moe/x", "regular", {**given, "--expert-tensor-parallel-size": 1}))
+    assert "--moe-token-dispatcher-type" not in whole.without and not whole.begins
+
+
+def test_the_marks_of_filling_in_the_middle_are_tokens() -> None:
+    small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fim-data": True}), "/folder", "/data"))
+    marks = [int(small[f"--fim-{mark}-token"][0]) for mark in ("prefix", "middle", "suffix", "pad", "eod")]
+    assert len(set(marks)) == 5 and min(marks) >= WORDS and max(marks) < int(small["--vocab-size"][0])
 
 
 def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> None:

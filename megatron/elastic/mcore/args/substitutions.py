@@ -63,6 +63,16 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 
 
 @dataclass(frozen=True)
+class Without:
+    """What a rule uses in place of a list: the same list without a word."""
+
+    word: str
+
+    def __str__(self) -> str:
+        return f"without {self.word}"
+
+
+@dataclass(frozen=True)
 class Rule:
     """A rule: set ``attribute`` of the arguments to ``used`` if any of ``needs`` is missing and ``asked(value)`` holds.
 
@@ -92,6 +102,11 @@ def _off(value: Any) -> bool:
 def _is(*names: str) -> Callable[[Any], bool]:
     """Return a test whether a value, or the name of an enum member, is one of ``names``."""
     return lambda value: value is not None and getattr(value, "name", value) in names
+
+
+def _lists(word: str) -> Callable[[Any], bool]:
+    """Return a test whether a value is a list with this word."""
+    return lambda value: isinstance(value, list) and word in value
 
 
 def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, reason: str) -> Rule:
@@ -139,6 +154,9 @@ ROWS: tuple[Rule, ...] = (
     _switch("te_rng_tracker", "--te-rng-tracker", (_TE,), _LEAVE_OUT, "Transformer Engine's generator is not here"),
     _switch("moe_grouped_gemm", "--moe-grouped-gemm", (_TE,), _LEAVE_OUT,
             "experts run one after the other: same mathematics"),
+    Rule("recompute_modules", "--recompute-modules moe_act", (_TE,), _lists("moe_act"), Without("moe_act"), _LEAVE_OUT,
+        "only --moe-grouped-gemm recomputes the activations of experts",
+        applies=lambda args: not getattr(args, "moe_grouped_gemm", False)),
     _switch("moe_permute_fusion", "--moe-permute-fusion", (_TE,), _LEAVE_OUT,
             "Transformer Engine's kernel is not here"),
     _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
@@ -267,7 +285,9 @@ def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS)
 
 
 def _like(asked: Any, used: Any) -> Any:
-    """Return ``used`` as a member of the enumeration of ``asked``, if that is one."""
+    """Return ``used`` as a member of the enumeration of ``asked``, if that is one, or ``asked`` without a word."""
+    if isinstance(used, Without):
+        return [word for word in asked if word != used.word]
     members = getattr(type(asked), "__members__", None)
     return members[used] if members is not None and isinstance(used, str) else used
 
