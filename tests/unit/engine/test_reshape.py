@@ -41,6 +41,7 @@ SIZES = st.builds(
     pipeline=st.sampled_from([1, 2, 3]),
     data=st.sampled_from([1, 2]),
     context=st.sampled_from([1, 1, 2]),
+    experts=st.just(1),
 )
 
 
@@ -50,7 +51,7 @@ class Job:
     def __init__(self, sizes: ParallelSizes, extra: int = 0) -> None:
         cuts = [UNITS * stage // sizes.pipeline for stage in range(sizes.pipeline + 1)]
         grid = Grid(12, 1, sizes.data)
-        tensor, pipeline, data, context = sizes
+        tensor, pipeline, data, context = sizes[:4]
         chunks = tuple(pairwise(cuts))
         self.launch = LaunchTopology(tensor, pipeline, data, chunks, grid, extra=extra * sizes.cell, context=context)
         ranks = tuple(range(tensor))
