@@ -256,7 +256,8 @@ SECTIONS = (
     Section(
         "fault_tolerance_suite",
         "Which of PyTorch's tests of process groups that change pass?",
-        "`test/distributed/test_c10d_fault_tolerance.py` of PyTorch's repository, unchanged.",
+        "`test/distributed/test_c10d_fault_tolerance.py` of PyTorch's repository, unchanged. A test of what NCCL does "
+        "after a time-out skips other backends.",
         suite_tables.counts_and_reasons,
     ),
     Section(
