@@ -182,6 +182,13 @@ def test_layers_are_dealt_evenly_with_embedding_and_head_beside_the_outer_ones(s
     assert max(layers) - min(layers) <= 1 and min(layers) > 0
 
 
+def test_units_without_cut_parameters_have_holders_at_any_size() -> None:
+    """A launch of one tensor-parallel rank has no common part: shard 0 of a final norm has what all ranks need."""
+    job = Job(ParallelSizes(1, 2, 2))
+    groups = job.to(ParallelSizes(2, 1, 1, 2)).state_groups(lambda unit, position: ())
+    assert {key: set(ranks) for key, ranks in groups.items()} == {(unit, 0): set(range(4)) for unit in range(UNITS)}
+
+
 def test_sizes_that_cannot_be_are_refused() -> None:
     job = Job(ParallelSizes(2, 2, 1))
     with pytest.raises(ValueError, match="TP 2, PP 2, DP 2 is 8 ranks; there are 4"):

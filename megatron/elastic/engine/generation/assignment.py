@@ -249,11 +249,14 @@ class Assignment:
         return self._units.get(cell, ())
 
     def shards_at(self, unit: int, position: Position, covered: Covered) -> tuple[int, ...]:
-        """Return the shards of ``unit`` that a rank at ``position`` covers, the common part included, ascending."""
+        """Return the shards of ``unit`` that a rank at ``position`` covers, the common part included, ascending.
+
+        Every rank computes with the replicated parameters. Of a launch at tensor-parallel size 1 shard 0 has them.
+        """
         regular = position.count == self.launch_topology.tensor
         shards = (position.index,) if regular else covered(unit, position)
         common = self.launch_topology.common
-        return shards if common is None else (*shards, common)
+        return tuple(sorted({*shards, 0 if common is None else common}))
 
     def held_by(self, rank: int, covered: Covered = only_at_launch) -> HeldPart:
         """Return the part of the model that ``rank`` holds."""
