@@ -126,7 +126,7 @@ def test_ranks_that_share_the_sequence_into_others(before: ParallelSizes, after:
         pytest.param("1|2|1|2", ["2|1|1|2", "4|1|1", "1|1|2|2"], GRID, marks=pytest.mark.slow),
         pytest.param("2|2|1", ["1|2|1|2", "3|1|1", "2|1|1|2"], GRID, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["weights", "weights, uneven", "sequence", "both"],
 )
 def test_through_other_sizes_and_back_to_the_launchs(start: str, through: list[str], program: Program) -> None:
     wishes = [f"reshape:to={to},step={2 + 6 * i}" for i, to in enumerate([*through, start])]
