@@ -91,8 +91,13 @@ def test_a_part_of_the_sequence_is_lost_and_comes_back(tmp_path: Path, plain: Pa
     assert "joined by 1" in result.output
 
 
+HANGS = pytest.mark.xfail(
+    strict=True, reason="hangs after the return: docs/log.md, four parts of a sequence, in two stages"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", ["cp4", pytest.param("cp4pp2", marks=HANGS)])
 def test_one_of_four_parts_is_lost_and_comes_back(tmp_path: Path, plain: Path, name: str) -> None:
     last = OF_FOUR[name][0] - 1
     waits = Scenario(Layout(1, 1, 1), back="boundary").lingering
