@@ -167,9 +167,12 @@ class GptInterface:
         cut, count = self._cut, self._config.context_parallel_size
         if cut is None or cut.tensor is None:
             return None
-        # Megatron's group of a rank that joins a running job has only that rank at first.
         part = Position(self._rank // cut.tensor % count, count)
-        return SequencePart(cut, part, parallel_state.get_context_parallel_group())
+        if self._context_group is None:
+            return SequencePart(cut, part, parallel_state.get_context_parallel_group())
+        # Not Megatron's group: a rank that joins a running job has another one, and so have ranks that had another cut.
+        ranks = tuple(self._rank + (index - part.index) * cut.tensor for index in range(count))
+        return SequencePart(cut, part, self._context_group(ranks))
 
     def _part_of(self, place: CellPlace | None) -> SequencePart | None:
         """Return the part of the sequence at a place in a cell; ``None``: all of it, as Megatron computes it.
