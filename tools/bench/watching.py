@@ -125,7 +125,7 @@ def _parts(reports: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shares(watched: Measured, alone: Measured) -> dict[str, float]:
-    """Part → share of the CPU time of a step of the job that nobody watches."""
+    """Part → its CPU time, as a share of that of a step which nobody watches."""
     costs = {name: watched.parts[name] / alone.cpu for name in (*COSTS, "scalar_writer")}
     costs["launcher"] = (watched.launcher_rate - alone.launcher_rate) / len(os.sched_getaffinity(0))
     return {**costs, "total": sum(costs.values()), "megatron_scalars": watched.parts["megatron_scalars"] / alone.cpu}

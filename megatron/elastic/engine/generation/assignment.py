@@ -78,7 +78,7 @@ class Assignment:
 
     @cached_property
     def deal(self) -> ExpertDeal:
-        """How ranks share the experts while none is missing."""
+        """The experts of each rank while none is missing."""
         launched = self.launch_topology.deal
         return launched if self.shape is None else self.shape.deal(launched)
 

@@ -15,7 +15,7 @@ __all__ = ["ExpertDeal"]
 
 @dataclass(frozen=True)
 class ExpertDeal:
-    """How ranks share the experts of a layer while none is missing."""
+    """The experts of a layer that each rank has while none is missing."""
 
     experts: int
     """Number of experts of a layer, where ranks share them; 0: each rank of a stage has all experts of its layers."""

@@ -69,7 +69,7 @@ class LaunchTopology:
 
     @property
     def deal(self) -> ExpertDeal:
-        """How ranks share the experts."""
+        """The experts of each rank."""
         return ExpertDeal(self.experts, self.expert_homes, self.expert_parts, self.cell_size)
 
     @property
