@@ -36,4 +36,4 @@ def test_each_module_is_made_ready_in_the_mode_that_was_asked_for(answers: dict[
 
 
 def test_what_others_use_is_the_builder_its_site_and_its_modules() -> None:
-    assert unit_builder.__all__ == ["BuildSite", "Modules", "UnitBuilder"]
+    assert unit_builder.__all__ == ["BuildSite", "Modules", "UnitBuilder", "copy_with"]
