@@ -37,6 +37,7 @@ from megatron.elastic.state.relocation import Relocation
 from megatron.elastic.state.step_selftest import differing
 from megatron.elastic.state.verify import fingerprints
 from tests.standin import device as standin
+from tests.standin.library import checked, library
 from tests.standin.platform import StandinPlatform
 
 SPECS = [
@@ -311,6 +312,21 @@ def check_blocks_without_room_stay_on_the_host_and_the_user_is_told_once() -> No
     wait_for(relocation)
     assert held(pool) == KEYS[:1]
     assert len(said) == 1 and "rank 0 steps" in said[0] and "no memory free" in said[0]
+    step([pool, host], record, 0)
+    assert bits(pool) == bits(host)
+
+
+def check_blocks_that_the_allocator_has_no_room_for_stay_on_the_host() -> None:
+    """The device has free bytes for all of them when they are counted."""
+    size = 12 * LAYOUT.blocks[0].numel
+    checked(library().standin_configure(2, 16 * size))
+    taken = torch.empty(16 * size - 3 * size // 2, dtype=torch.uint8, device="standin:1")
+    pool, record, relocation, said = relocated(on_device())
+    host, _ = filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(tuple(LAYOUT.blocks))
+    wait_for(relocation)
+    assert held(pool) == KEYS[:1] and len(said) == 1 and "no memory free" in said[0]
+    del taken
     step([pool, host], record, 0)
     assert bits(pool) == bits(host)
 
