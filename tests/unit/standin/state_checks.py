@@ -380,12 +380,11 @@ def check_the_self_test_finds_denormals_that_are_flushed() -> None:
 # -- the choice at the start ------------------------------------------------------------------
 
 
-def chosen(config: ElasticConfig, needed: int) -> OwnerMemory:
-    """The memory that a rank on its own takes, on a device of 4 GiB that two ranks share."""
-    os.environ["LOCAL_WORLD_SIZE"] = "8"
+def chosen(config: ElasticConfig, needed: int, sharing: int = 2) -> OwnerMemory:
+    """The memory that a rank on its own takes, on a device of 4 GiB that ranks share."""
     fabric = NativeFabric(0, 1, 0, run_id=f"alone{os.getpid()}", secret=b"x" * 32)
     try:
-        return agree_on_owners(fabric, config, StandinPlatform(), needed)
+        return agree_on_owners(fabric, config, StandinPlatform(), needed, sharing)
     finally:
         fabric.close()
 
@@ -393,6 +392,7 @@ def chosen(config: ElasticConfig, needed: int) -> OwnerMemory:
 def check_auto_takes_the_device_if_the_state_fits_into_a_ranks_share_of_it() -> None:
     assert chosen(ElasticConfig(), 1 << 30) == OwnerMemory(on_device=True, same_bits=True)
     assert chosen(ElasticConfig(), 3 << 30) == OwnerMemory(on_device=False)
+    assert chosen(ElasticConfig(), 3 << 30, sharing=1).on_device
     assert chosen(ElasticConfig(state="device"), 3 << 30).on_device
     assert not chosen(ElasticConfig(state="host"), 0).on_device
 

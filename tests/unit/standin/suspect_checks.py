@@ -30,6 +30,7 @@ from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
 from megatron.elastic.engine.compute.executor import Executor, PassResult
 from megatron.elastic.engine.compute.piece_times import clock_of
+from megatron.elastic.engine.generation.hardware import survey
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.platform.own_device import threads_on
 from megatron.elastic.platform.threads import OS_THREADS
@@ -355,6 +356,13 @@ def check_numbers_for_kernels_and_dropout_do_not_wait_for_the_device() -> None:
     assert behind.item() == 0, "the host did not wait"
     assert numbers.tolist() == [3, 1, 2] and torch.equal(dropped.cpu(), mask.apply(torch.ones(4, 2, 8), None))
     assert standin.unpinned_asynchronous_copies() == 0
+
+
+def check_the_survey_counts_the_ranks_that_share_a_device() -> None:
+    os.environ["ELASTIC_PLATFORM"] = "tests.standin.platform:StandinPlatform"
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(survey, linked().fabrics))
+    assert found[0] == found[1] and (found[0].sharing, found[0].memory_bytes) == (2, 2 << 30)
 
 
 def check_an_injected_slowness_is_in_proportion_to_the_devices_work() -> None:
