@@ -93,8 +93,9 @@ def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> N
         def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
             """Connects."""
 
-        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
+        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> Enqueued:
             self.sent = tensors[0] * 1.0
+            return Enqueued([self.sent])
 
         def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Enqueued:
             tensors[0].copy_(self.sent)
@@ -109,6 +110,38 @@ def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> N
     tensor.fill_(float("nan"))
     communicator.recv(received, 2)
     assert (received + 1.0).tolist() == [4.0] * 4
+
+
+def check_a_message_over_hccl_is_sent_as_it_was() -> None:
+    """Torch_npu sends it on a stream of its own."""
+    standin.set_device(1)
+    own = torch.device("standin:1")
+    aside = torch.Stream(own)
+
+    class Backend:
+        sent: torch.Tensor
+
+        def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+            """Connects."""
+
+        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> EnqueuedBeside:
+            aside.wait_stream(torch.accelerator.current_stream(own))
+            with aside:
+                self.sent = tensors[0] * 1.0
+                done = torch.Event(own)
+                done.record(aside)
+            return EnqueuedBeside(done)
+
+    backend = Backend()
+    communicator = HcclCommunicator(0, lambda members, name: backend, 5.0, partial(standin.set_device, 1), own)
+    communicator.start((0, 1), b"name")
+    for _ in range(2):  # the first one connects the two
+        tensor = torch.full((4,), 3.0, device=own)
+        communicator.send(tensor, 1)
+        tensor.fill_(float("nan"))
+        torch.accelerator.current_stream(own).synchronize()
+        aside.synchronize()
+        assert backend.sent.tolist() == [3.0] * 4
 
 
 def check_the_clock_is_that_of_the_ranks_device() -> None:
