@@ -158,7 +158,7 @@ class DeviceFabric(NativeFabric):
                 except VendorHang as hang:
                     exit_into_respawn(hang)
                 except VendorError:
-                    held.communicator.order = ()  # of no use to any member: made anew
+                    self._close(held)  # of no use to any member: made anew
 
     def waiting_for(self) -> tuple[int, ...]:
         others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}

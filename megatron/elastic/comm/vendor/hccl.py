@@ -107,7 +107,7 @@ class HcclCommunicator(VendorCommunicator):
 
     def revoke(self) -> None:
         """Stop the group's streams; its links are made anew by the edit."""
-        if self.backend is not None:
+        if self.backend is not None and not self.revoked:
             self.revoked = True
             self._abort(self.backend)
 
