@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
+from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.group import Enqueued
@@ -311,6 +312,31 @@ def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder:
     job.threads[0].submit(standin.synchronize).result(20)
     with pytest.raises(GenerationChanged):
         job.sum(0).result(20)
+
+
+def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:
+    """Else a gather that ends late could write into memory that the recovery has filled."""
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group = job.fabrics[0], job.groups[0]
+    (held,) = fabric._held.values()
+    revoke = held.communicator.revoke
+
+    def late() -> None:
+        time.sleep(0.3)
+        revoke()
+
+    held.communicator.revoke = late  # type: ignore[method-assign]
+
+    def alone() -> bool:
+        gathering = fabric.begin_all_gather_blocks(group, torch.zeros(4, device="standin:0"), [BlockRange(0, 4, 1)])
+        fabric.interrupt(2)
+        fabric.edit(2, {0: fabric.address()}, 20.0)
+        standin.current_stream().synchronize()
+        return gathering.is_completed()
+
+    assert job.threads[0].submit(alone).result(20), "the other rank never comes"
 
 
 # -- times -----------------------------------------------------------------------------------
