@@ -19,6 +19,7 @@ from tests.integration.elastic_job import (
     largest_deviation,
 )
 from tests.integration.kill_walk import DROPOUT
+from tests.integration.test_rank_orders import BACK
 from tests.standin.library import build
 
 ROUNDING = 1e-7
@@ -145,7 +146,7 @@ def test_a_second_loss_while_promoted_blocks_move_to_the_device(tmp_path: Path) 
 def test_a_lost_rank_comes_back_to_owners_in_device_memory(tmp_path: Path, point: str) -> None:
     expected = finished(elastic_job(tmp_path / "quiet", 4, 1, 2, 12, *on_device(), environment=on_standin()))
     flags = on_device("--elastic-verify-interval", "1", "--elastic-allow-inject")
-    flags += ("--elastic-inject", f"kill:rank=3,step=3,point={point}")
+    flags += ("--elastic-inject", f"{BACK};kill:rank=3,step=3,point={point}")
     result = elastic_job(tmp_path / "events", 4, 1, 2, 12, *flags, environment=on_standin())
     assert largest_deviation(expected, finished(result)) <= ROUNDING
     assert "joined by 3" in result.output

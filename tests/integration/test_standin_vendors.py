@@ -12,14 +12,13 @@ import pytest
 
 from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
 from tests.integration.kill_walk import DROPOUT, TWO
+from tests.integration.test_rank_orders import BACK
 from tests.standin.library import build
 from tests.standin.vendor import VERSIONS, with_hccl, with_nccl
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-LINGER = "delay:missing=1,count=0,point=before_step,seconds=0.5"
-"""Steps go slowly while a rank is missing, so that it is back before the end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +37,7 @@ def job(folder: Path, version: str, *flags: str, layout: tuple[int, int, int] = 
 
 
 def losing(*faults: str) -> tuple[str, str, str]:
-    return ("--elastic-allow-inject", "--elastic-inject", ";".join((LINGER, *faults)))
+    return ("--elastic-allow-inject", "--elastic-inject", ";".join((BACK, *faults)))
 
 
 def communicators(folder: Path, version: str) -> int:

@@ -127,7 +127,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
 
 
 class Stream(torch.Stream):
-    """A queue of work of one device."""
+    """A queue of work of one device. It uses events by their own methods, as streams of ``torch.npu`` do."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
         if not given:
@@ -140,14 +140,53 @@ class Stream(torch.Stream):
         with stream(self):
             return int(library().standin_stream(self.device.index))
 
+    def wait_event(self, event: Event | torch.Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
 
 class Event:
-    """A point in a stream's work: a ``torch.Event`` of these devices, whose methods take no subclass of it."""
+    """A point in a stream's work, for streams of this module alone.
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
-        return torch.Event(
+    An event of ``torch.npu`` (2.14) reads what its own kind of stream has behind the fields of ``torch.Stream``; given
+    a stream of ``torch.accelerator``, it reads what lies behind that in memory.
+    """
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._event = torch.Event(
             torch.device(NAME), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._event.record(_own(stream))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self._event.wait(_own(stream))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return float(self._event.elapsed_time(end_event._event))
+
+
+def _own(stream: Stream | None) -> Stream:
+    """``stream``, or the current one. Raises ``TypeError`` for one of another kind."""
+    if stream is None:
+        return current_stream()
+    if not isinstance(stream, Stream):
+        raise TypeError(f"events of torch.{NAME} take its own streams, got {type(stream)}")
+    return stream
 
 
 def own_kind(found: torch.Stream) -> Stream:

@@ -259,8 +259,7 @@ int ncclRecv(void* t, size_t n, int type, int peer, ncclComm_t c, void* s) { ret
 #ifndef NO_REVOKE
 int ncclCommRevoke(ncclComm_t c, int flags) {
   maybe_hang();
-  c->revoked = 1;
-  return 0;
+  return __sync_lock_test_and_set(&c->revoked, 1) ? INVALID : 0; /* once, as NCCL 2.31 */
 }
 #endif
 

@@ -109,8 +109,11 @@ class Platform(ABC):
         """A side stream of the current device."""
 
     @abstractmethod
-    def current_stream(self) -> Stream:
-        """The stream that work is queued on now."""
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        """The stream that work of the calling thread is queued on now: of ``device``, else of the current one.
+
+        Events of :meth:`new_event` take streams of this kind, and those of ``torch.accelerator`` not everywhere.
+        """
 
     @abstractmethod
     def use_stream(self, stream: Stream) -> AbstractContextManager[object]:

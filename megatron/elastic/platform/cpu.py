@@ -50,7 +50,7 @@ class CpuPlatform(Platform):
     def new_stream(self) -> Stream:
         return streams.HostStream()
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Stream:
         return streams.HostStream()
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[object]:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from megatron.elastic import _frequency
+from megatron.elastic.platform.visible_devices import number_on_machine
 
 __all__ = [
     "Applied",
@@ -315,6 +316,5 @@ def frequency_of(platform: str, index: int = 0) -> FrequencyControl:
 
         return open_frequency("nvml", f"GPU-{torch.cuda.get_device_properties(index).uuid}")
     if platform == "npu":
-        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
-        return open_frequency("dcmi", visible.split(",")[index].strip() if visible else str(index))
+        return open_frequency("dcmi", number_on_machine(index, "ASCEND_RT_VISIBLE_DEVICES"))
     return NoFrequency(f"frequency axis off: no clocks are known for platform {platform!r}")

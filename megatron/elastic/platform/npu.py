@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import socket
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from megatron.elastic.platform.base import PlatformUnavailable
 from megatron.elastic.platform.type_names import named_as_cuda
 from megatron.elastic.platform.vendor import VendorPlatform
+from megatron.elastic.platform.visible_devices import number_on_machine
 
 __all__ = ["NpuPlatform"]
 
@@ -35,6 +37,9 @@ class NpuPlatform(VendorPlatform):
 
     def module(self) -> Any:
         return torch.get_device_module("npu")
+
+    def device_name(self, index: int = 0) -> str:
+        return f"{socket.gethostname()}/npu{number_on_machine(index, 'ASCEND_RT_VISIBLE_DEVICES')}"
 
     def prepare(self) -> None:
         if not self.available():

@@ -50,8 +50,8 @@ class VendorPlatform(Platform):
     def new_stream(self) -> Stream:
         return cast(Stream, self.module().Stream())
 
-    def current_stream(self) -> Stream:
-        return cast(Stream, self.module().current_stream())
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return cast(Stream, self.module().current_stream(device))
 
     def use_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return cast("AbstractContextManager[object]", self.module().stream(stream))

@@ -201,7 +201,7 @@ def _tools(
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),
         drag=links.injector.drag,
         timeline=timeline,
-        steady_clock=_has_steady_clock(job.config),
+        steady_clock=_has_steady_clock(job.config, hardware),
         clock=clock_of(select()),
         exact=exact,
         threads=links.threads,
@@ -338,13 +338,13 @@ def _ranks_of_node(rank: int) -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _has_steady_clock(config: ElasticConfig) -> bool:
+def _has_steady_clock(config: ElasticConfig, hardware: Hardware) -> bool:
     """Return whether times measured by this rank may change plans: not if ranks share a core or a device."""
     if config.fail_slow != "auto":
         return config.fail_slow != "off"
-    platform = select()
-    places = len(os.sched_getaffinity(0)) if platform.name == "cpu" else platform.device_count()
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= places
+    if select().name != "cpu":
+        return hardware.sharing == 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
 
 
 def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | None:

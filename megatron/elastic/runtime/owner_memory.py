@@ -8,7 +8,6 @@ if that of some rank does not, mirrors receive stepped state instead of gradient
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -81,15 +80,20 @@ def bytes_needed(
     return OWNER_BYTES * elements + activations
 
 
-def agree_on_owners(fabric: Fabric, config: ElasticConfig, platform: Platform, needed: int) -> OwnerMemory:
-    """Return where owners lie. ``needed``: :func:`bytes_needed` on this rank, beside what it holds already. Collective.
+def agree_on_owners(
+    fabric: Fabric, config: ElasticConfig, platform: Platform, needed: int, sharing: int
+) -> OwnerMemory:
+    """Return where owners lie. Collective.
+
+    ``needed``: :func:`bytes_needed` on this rank, beside what it holds already. ``sharing``: most ranks of a device.
 
     Raises ``ConfigError`` for what was asked for and does not hold.
     """
     place = device_place(platform)
     if place is None or config.state == "host":
         return OwnerMemory()
-    mine = _Finding(needed <= _free(platform), differing(place), place.kernels.name)
+    free = platform.memory(own_device(platform)).free // sharing
+    mine = _Finding(needed <= free, differing(place), place.kernels.name)
     found = gather_messages(fabric, _Finding, mine)
     if config.state == "auto" and not all(one.fits for one in found.values()):
         return OwnerMemory()
@@ -103,12 +107,6 @@ def agree_on_owners(fabric: Fabric, config: ElasticConfig, platform: Platform, n
                 f"--elastic-state: {what} than the host, so copies receive state (--elastic-snapshot state)", flush=True
             )
     return OwnerMemory(True, not unlike)
-
-
-def _free(platform: Platform) -> int:
-    """Return this rank's share of the free memory of its device."""
-    devices, ranks = platform.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return platform.memory(own_device(platform)).free // max(1, -(-ranks // devices))
 
 
 def lines(training: Training) -> Iterator[str]:

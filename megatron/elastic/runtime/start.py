@@ -51,8 +51,9 @@ def found(links: Links, job: EngineParts) -> Engine:
     arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
     owned = configuration.placement.owned_by(links.fabric.rank)
     needed = bytes_needed(job.launch_topology, job.interface, layouts, owned, arena)
-    owners = agree_on_owners(links.fabric, job.config, select(), needed)
-    hardware = replace(survey(links.fabric, links.threads), owners=owners)
+    hardware = survey(links.fabric, links.threads)
+    owners = agree_on_owners(links.fabric, job.config, select(), needed, hardware.sharing)
+    hardware = replace(hardware, owners=owners)
     if links.fabric.rank == links.fabric.alive[0]:
         print(*lines(training_of(job.config, job.launch_topology, arena, owners)), sep="\n", flush=True)
     launched = configuration.assignment

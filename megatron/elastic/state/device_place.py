@@ -140,10 +140,7 @@ class DevicePlace(Place):
 
     def _current(self) -> Stream:
         """Return the calling thread's stream of this device, whatever device is current in the thread."""
-        if self.device.type == "cpu":
-            return self._platform.current_stream()
-        found: Stream = torch.accelerator.current_stream(self.device)  # type: ignore[assignment]
-        return found
+        return self._platform.current_stream(self.device)
 
     def _used_by(self, values: torch.Tensor, stream: Stream) -> None:
         if self.device.type != "cpu":

@@ -8,7 +8,8 @@ Invariants
 - A copy moves inside the guard of its changes: it has one version in either place, and moves before or after a step,
   never during one. The training thread waits for one block at most.
 - Memory is reserved by the training thread (:mod:`device_place`), and only as much as is free beyond what the
-  allocator holds for the work of a step. Blocks that do not fit stay on the host, where they are stepped as well.
+  allocator holds for the work of a step. Blocks that do not fit stay on the host, where they are stepped as well. That
+  may be one whose bytes are free: allocators take memory in larger pieces, and other ranks take it meanwhile.
 - A role that changes while copies move voids what has not moved yet.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+
+import torch
 
 from megatron.elastic.platform.threads import OS_THREADS, Running, Threads
 from megatron.elastic.state.block_copy import BlockCopy
@@ -109,13 +112,20 @@ class Relocation:
             reserved = before.get(copy.block.key)
             if reserved is None:
                 free -= copy.state.nbytes
-                if free < 0:
-                    left += copy.state.nbytes
-                    continue
-                reserved = self._place.reserve(3, copy.block.numel)
+                reserved = self._reserved(copy) if free >= 0 else None
+            if reserved is None:
+                free, left = -1, left + copy.state.nbytes
+                continue
             moves[copy.block.key] = reserved
         self._tell(left)
         return moves
+
+    def _reserved(self, copy: BlockCopy) -> Reserved | None:
+        """Return device memory for ``copy``; None if the allocator gets none."""
+        try:
+            return self._place.reserve(3, copy.block.numel)
+        except torch.OutOfMemoryError:
+            return None
 
     def _tell(self, left: int) -> None:
         if left and not self._short:

@@ -56,7 +56,7 @@ int ncclGroupEnd(void) { return 0; }
 #ifndef NO_REVOKE
 int ncclCommRevoke(ncclComm_t comm, int flags) {
   while (hang) sleep(1);
-  if (flags) return 4;
+  if (flags || comm->revoked) return 4; /* as of NCCL 2.31 */
   if (comm->dead) return 5;
   comm->revoked = 1;
   NOTE("revoke;");

@@ -124,6 +124,45 @@ def test_a_first_message_that_was_left_behind_writes_into_no_tensor_of_its_calle
     assert backend.stopped.wait(30) and tensor.tolist() == [0.0] * 3
 
 
+class Messages(Backend):
+    """Notes when a message is issued, and when the stream is to wait for it."""
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> dist.Work:
+        return self._issued("send")
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> dist.Work:
+        return self._issued("recv")
+
+    def _issued(self, name: str) -> dist.Work:
+        self.calls.append((name,))
+        calls = self.calls
+
+        class Issued(dist.Work):
+            def wait(self, timeout: Any = None) -> bool:
+                calls.append((f"wait for {name}",))
+                return True
+
+        return Issued()
+
+
+def test_the_stream_waits_for_messages_when_those_of_a_batch_are_all_issued() -> None:
+    """A send that nobody receives yet holds up the messages behind it, so the lower rank sends first."""
+    tensor = torch.zeros(3)
+    for rank, first, second in ((0, "send", "recv"), (1, "recv", "send")):
+        backend = Messages()
+        communicator = HcclCommunicator(rank, backend.make, limit=5.0)
+        communicator.start((0, 1), b"name")
+        for _ in range(2):  # the first message connects the two
+            backend.calls.clear()
+            with communicator.batch():
+                communicator.recv(tensor, 1 - rank)
+                communicator.send(tensor, 1 - rank)
+            assert [call[0] for call in backend.calls] == [first, second, f"wait for {first}", f"wait for {second}"]
+        backend.calls.clear()
+        communicator.send(tensor, 1 - rank)
+        assert [call[0] for call in backend.calls] == ["send", "wait for send"]
+
+
 def test_refusals_of_torch_npu_are_errors_of_the_library() -> None:
     communicator = HcclCommunicator(0, Backend().make, limit=5.0)
     communicator.start((0, 1), b"name")

@@ -83,6 +83,16 @@ def test_a_loss_is_revoke_then_shrink(build: Callable[..., Path]) -> None:
     assert communicator.edit((0, 2, 3), shared) == "kept"
 
 
+def test_a_second_loss_before_the_change_revokes_nothing_again(build: Callable[..., Path]) -> None:
+    """NCCL refuses to revoke what is revoked; that is no reason to make the communicator anew."""
+    standin = Standin(build())
+    communicator = survivor(standin)
+    communicator.revoke()
+    communicator.revoke()
+    assert communicator.revoked and communicator.edit((0, 3), shared) == "shrunk"
+    assert standin.log() == ["revoke", "shrink -1,2 flags 0", "abort 4"]
+
+
 def test_without_revoke_shrink_aborts_itself(build: Callable[..., Path]) -> None:
     standin = Standin(build("REVOKE"))
     communicator = survivor(standin)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.executor import Executor, Pass
 from megatron.elastic.engine.compute.ledger import Expected
 from megatron.elastic.engine.compute.model_interface import LossOutput
@@ -37,7 +38,7 @@ class Layers:
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
     ) -> torch.Tensor | LossOutput:
-        x = self.batch[:, list(piece.rows)] if source is None else source
+        x = self.batch.index_select(1, on_device(piece.rows, self.batch.device)) if source is None else source
         for layer in self.layers[piece.first : piece.end]:
             x = torch.tanh(layer(x))
         if piece.end < UNITS:

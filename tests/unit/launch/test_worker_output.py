@@ -202,12 +202,13 @@ def test_no_two_lives_share_a_number_or_a_scratch_folder_and_all_are_swept(start
 
 
 def test_each_worker_may_see_one_device_as_its_first(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    for started in make_started(job(script, "--virtual-local-rank")):
-        environ = started.start(5)
-        assert (environ["LOCAL_RANK"], environ["CUDA_VISIBLE_DEVICES"]) == ("0", "7")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        assert started.start(5)["CUDA_VISIBLE_DEVICES"] == "1"
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "6,7")
+        for started in make_started(job(script, "--virtual-local-rank")):
+            environ = started.start(5)
+            assert (environ["LOCAL_RANK"], environ[name]) == ("0", "7")
+            monkeypatch.delenv(name)
+            assert started.start(5)[name] == "1"
 
 
 def test_ranks_of_a_node_are_started_and_killed_as_processes(script: str) -> None:

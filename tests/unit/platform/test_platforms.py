@@ -192,6 +192,15 @@ def test_the_vendor_platforms_call_only_names_that_torch_gives_both(monkeypatch:
         assert platform.pin(on_device) is on_device, "only host memory is pinned"
 
 
+def test_a_device_of_ascend_has_one_name_in_all_processes_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    names = [NpuPlatform().device_name(index) for index in range(8)]
+    assert len(set(names)) == 8
+    for index in range(8):
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", str(index))
+        assert NpuPlatform().device_name(0) == names[index], "of a process that sees this one alone"
+
+
 def test_ascend_is_available_only_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -210,6 +210,20 @@ def check_an_event_is_reached_when_its_stream_is() -> None:
     assert end.query() and begin.elapsed_time(end) >= 30
 
 
+def check_an_event_takes_streams_of_its_own_kind() -> None:
+    """Those of torch wait for one another."""
+    own, general = standin.current_stream(), torch.accelerator.current_stream()
+    for use in (standin.Event().record, standin.Event().wait):
+        use(own)
+        with pytest.raises(TypeError, match=r"events of torch\.standin take its own streams"):
+            use(general)  # type: ignore[arg-type]
+    side = standin.Stream()
+    standin._sleep(1)
+    side.wait_stream(general)
+    side.wait_event(general.record_event())
+    general.wait_stream(side)
+
+
 def check_work_is_done_in_time_where_lateness_is_a_time() -> None:
     standin.set_lateness(0.05)
     done, target = standin.Event(), torch.zeros(1).pin_memory()

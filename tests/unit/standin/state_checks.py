@@ -37,6 +37,7 @@ from megatron.elastic.state.relocation import Relocation
 from megatron.elastic.state.step_selftest import differing
 from megatron.elastic.state.verify import fingerprints
 from tests.standin import device as standin
+from tests.standin.library import checked, library
 from tests.standin.platform import StandinPlatform
 
 SPECS = [
@@ -315,6 +316,21 @@ def check_blocks_without_room_stay_on_the_host_and_the_user_is_told_once() -> No
     assert bits(pool) == bits(host)
 
 
+def check_blocks_that_the_allocator_has_no_room_for_stay_on_the_host() -> None:
+    """The device has free bytes for all of them when they are counted."""
+    size = 12 * LAYOUT.blocks[0].numel
+    checked(library().standin_configure(2, 16 * size))
+    taken = torch.empty(16 * size - 3 * size // 2, dtype=torch.uint8, device="standin:1")
+    pool, record, relocation, said = relocated(on_device())
+    host, _ = filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(tuple(LAYOUT.blocks))
+    wait_for(relocation)
+    assert held(pool) == KEYS[:1] and len(said) == 1 and "no memory free" in said[0]
+    del taken
+    step([pool, host], record, 0)
+    assert bits(pool) == bits(host)
+
+
 class Failing(DevicePlace):
     """A place whose uploads fail."""
 
@@ -364,12 +380,11 @@ def check_the_self_test_finds_denormals_that_are_flushed() -> None:
 # -- the choice at the start ------------------------------------------------------------------
 
 
-def chosen(config: ElasticConfig, needed: int) -> OwnerMemory:
-    """The memory that a rank on its own takes, on a device of 4 GiB that two ranks share."""
-    os.environ["LOCAL_WORLD_SIZE"] = "8"
+def chosen(config: ElasticConfig, needed: int, sharing: int = 2) -> OwnerMemory:
+    """The memory that a rank on its own takes, on a device of 4 GiB that ranks share."""
     fabric = NativeFabric(0, 1, 0, run_id=f"alone{os.getpid()}", secret=b"x" * 32)
     try:
-        return agree_on_owners(fabric, config, StandinPlatform(), needed)
+        return agree_on_owners(fabric, config, StandinPlatform(), needed, sharing)
     finally:
         fabric.close()
 
@@ -377,6 +392,7 @@ def chosen(config: ElasticConfig, needed: int) -> OwnerMemory:
 def check_auto_takes_the_device_if_the_state_fits_into_a_ranks_share_of_it() -> None:
     assert chosen(ElasticConfig(), 1 << 30) == OwnerMemory(on_device=True, same_bits=True)
     assert chosen(ElasticConfig(), 3 << 30) == OwnerMemory(on_device=False)
+    assert chosen(ElasticConfig(), 3 << 30, sharing=1).on_device
     assert chosen(ElasticConfig(state="device"), 3 << 30).on_device
     assert not chosen(ElasticConfig(state="host"), 0).on_device
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
+from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.group import Enqueued
@@ -26,8 +27,11 @@ from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.device_numbers import on_device
+from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
 from megatron.elastic.engine.compute.executor import Executor, PassResult
 from megatron.elastic.engine.compute.piece_times import clock_of
+from megatron.elastic.engine.generation.hardware import survey
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.platform.own_device import threads_on
 from megatron.elastic.platform.threads import OS_THREADS
@@ -90,8 +94,9 @@ def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> N
         def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
             """Connects."""
 
-        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
+        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> Enqueued:
             self.sent = tensors[0] * 1.0
+            return Enqueued([self.sent])
 
         def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Enqueued:
             tensors[0].copy_(self.sent)
@@ -106,6 +111,38 @@ def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> N
     tensor.fill_(float("nan"))
     communicator.recv(received, 2)
     assert (received + 1.0).tolist() == [4.0] * 4
+
+
+def check_a_message_over_hccl_is_sent_as_it_was() -> None:
+    """Torch_npu sends it on a stream of its own."""
+    standin.set_device(1)
+    own = torch.device("standin:1")
+    aside = torch.Stream(own)
+
+    class Backend:
+        sent: torch.Tensor
+
+        def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+            """Connects."""
+
+        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> EnqueuedBeside:
+            aside.wait_stream(torch.accelerator.current_stream(own))
+            with aside:
+                self.sent = tensors[0] * 1.0
+                done = torch.Event(own)
+                done.record(aside)
+            return EnqueuedBeside(done)
+
+    backend = Backend()
+    communicator = HcclCommunicator(0, lambda members, name: backend, 5.0, partial(standin.set_device, 1), own)
+    communicator.start((0, 1), b"name")
+    for _ in range(2):  # the first one connects the two
+        tensor = torch.full((4,), 3.0, device=own)
+        communicator.send(tensor, 1)
+        tensor.fill_(float("nan"))
+        torch.accelerator.current_stream(own).synchronize()
+        aside.synchronize()
+        assert backend.sent.tolist() == [3.0] * 4
 
 
 def check_the_clock_is_that_of_the_ranks_device() -> None:
@@ -277,14 +314,55 @@ def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder:
         job.sum(0).result(20)
 
 
+def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:
+    """Else a gather that ends late could write into memory that the recovery has filled."""
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group = job.fabrics[0], job.groups[0]
+    (held,) = fabric._held.values()
+    revoke = held.communicator.revoke
+
+    def late() -> None:
+        time.sleep(0.3)
+        revoke()
+
+    held.communicator.revoke = late  # type: ignore[method-assign]
+
+    def alone() -> bool:
+        gathering = fabric.begin_all_gather_blocks(group, torch.zeros(4, device="standin:0"), [BlockRange(0, 4, 1)])
+        fabric.interrupt(2)
+        fabric.edit(2, {0: fabric.address()}, 20.0)
+        standin.current_stream().synchronize()
+        return gathering.is_completed()
+
+    assert job.threads[0].submit(alone).result(20), "the other rank never comes"
+
+
 # -- times -----------------------------------------------------------------------------------
+
+
+def layers_on_device() -> tuple[Layers, Executor]:
+    """Layers on the device, and what computes them in several pieces."""
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH).to("standin") for _ in range(UNITS)])
+    interface.batch = torch.randn(LENGTH, ROWS, WIDTH).to("standin")
+    found, device, clock = plan(0, UNITS), torch.device("standin", 0), clock_of(StandinPlatform())
+    return interface, Executor(
+        interface,  # type: ignore[arg-type]
+        Nowhere(),
+        found,
+        found.cells[0],
+        0,
+        lambda *_: None,
+        device,
+        clock,
+    )
 
 
 def slow_pass(**change: Any) -> PassResult:
     """One pass whose first forward keeps the device busy for ``NAP``."""
     standin.set_lateness(0.0)
-    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH).to("standin") for _ in range(UNITS)])
-    interface.batch = torch.randn(LENGTH, ROWS, WIDTH).to("standin")
+    interface, execute = layers_on_device()
     forward = interface.forward
     slept: list[bool] = []
 
@@ -296,17 +374,6 @@ def slow_pass(**change: Any) -> PassResult:
         return output
 
     interface.forward = first  # type: ignore[assignment, method-assign]
-    found, device = plan(0, UNITS), torch.device("standin", 0)
-    execute = Executor(
-        interface,  # type: ignore[arg-type]
-        Nowhere(),
-        found,
-        found.cells[0],
-        0,
-        lambda *_: None,
-        device,
-        clock_of(StandinPlatform()),
-    )
     return execute.run(replace(work(), **change))
 
 
@@ -316,6 +383,45 @@ def check_pieces_are_timed_by_the_device_and_not_by_their_launches() -> None:
     assert spent[0] >= NAP and max(spent[1:]) < NAP
     starts = [one.start_ns for one in measured]
     assert starts == sorted(starts), "in the order of the work"
+
+
+def flag() -> torch.Tensor:
+    """A number of the host that the device sets when it comes here; it comes no further than the host waits for."""
+    found = torch.zeros(1).pin_memory()
+    found.copy_(torch.ones(1, device="standin"), non_blocking=True)
+    return found
+
+
+def check_the_host_launches_a_whole_pass_before_its_device_has_computed_the_first_piece() -> None:
+    """Each micro-batch would begin late if the host read the loss of the one before."""
+    flags: list[torch.Tensor] = []
+    ahead: list[bool] = []
+
+    def between() -> None:
+        flags.append(flag())
+        ahead.append(flags[0].item() == 0)
+
+    result = layers_on_device()[1].run(replace(work(), between=between))
+    assert len(ahead) > 4 and all(ahead), ahead
+    assert flags[0].item() == 1 and result.tokens > 0 and result.report["loss"][1] > 1
+
+
+def check_numbers_for_kernels_and_dropout_do_not_wait_for_the_device() -> None:
+    mask = _Mask(DropoutKey(3, 5, (7, 9)), 0.3, 2, 1, sample_dim=1, extent=(4, 8), offset=(0, 0))
+    x = torch.ones(4, 2, 8, device="standin")
+    standin.synchronize()
+    behind = flag()
+    numbers, dropped = on_device((3, 1, 2), x.device), mask.apply(x, None)
+    assert behind.item() == 0, "the host did not wait"
+    assert numbers.tolist() == [3, 1, 2] and torch.equal(dropped.cpu(), mask.apply(torch.ones(4, 2, 8), None))
+    assert standin.unpinned_asynchronous_copies() == 0
+
+
+def check_the_survey_counts_the_ranks_that_share_a_device() -> None:
+    os.environ["ELASTIC_PLATFORM"] = "tests.standin.platform:StandinPlatform"
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(survey, linked().fabrics))
+    assert found[0] == found[1] and (found[0].sharing, found[0].memory_bytes) == (2, 2 << 30)
 
 
 def check_an_injected_slowness_is_in_proportion_to_the_devices_work() -> None:

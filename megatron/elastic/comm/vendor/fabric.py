@@ -11,8 +11,10 @@ has the right members is kept as it is.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
 revoked (or aborted, where the library cannot). That happens in a helper thread
-with a time limit; a library that hangs there ends the process into a respawn. A call that connects members is left
-to a thread of its own (:mod:`~megatron.elastic.comm.vendor.calls`).
+with a time limit; a library that hangs there ends the process into a respawn. The next
+generation begins when it is done, so no kernel of the one before writes into its memory.
+A call that connects members is left to a thread of its own
+(:mod:`~megatron.elastic.comm.vendor.calls`).
 
 No GPU and no NPU has run this file. It is tested with real processes over a
 stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
@@ -120,6 +122,7 @@ class DeviceFabric(NativeFabric):
         self._stream: torch.Stream | None = None
         """The stream of operations in the background."""
         self._settling = threading.RLock()
+        self._revoking: list[threading.Thread] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
         super().__init__(rank, slots, incarnation, **native)
@@ -135,6 +138,10 @@ class DeviceFabric(NativeFabric):
         return Address(own.rank, own.incarnation, own.host, {**own.endpoint, "device": self._device_name})
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
+        while self._revoking:
+            self._revoking.pop().join()
+        if self._stream is not None:
+            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
         with self.outbox.edited(generation):
             report = super().edit(generation, members, timeout)
         self._devices = {rank: str(address.endpoint.get("device", "")) for rank, address in members.items()}
@@ -146,7 +153,9 @@ class DeviceFabric(NativeFabric):
         stuck = [held for held in list(self._held.values()) if held.in_flight()]
         if stuck:
             revoke = partial(self._revoke, stuck, generation)
-            threading.Thread(target=revoke, name="elastic-revoke", daemon=True).start()
+            thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
+            thread.start()
+            self._revoking.append(thread)
 
     def _revoke(self, stuck: Sequence[Held], generation: int) -> None:
         for held in stuck:
@@ -158,7 +167,7 @@ class DeviceFabric(NativeFabric):
                 except VendorHang as hang:
                     exit_into_respawn(hang)
                 except VendorError:
-                    held.communicator.order = ()  # of no use to any member: made anew
+                    self._close(held)  # of no use to any member: made anew
 
     def waiting_for(self) -> tuple[int, ...]:
         others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}

@@ -19,6 +19,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,6 +37,15 @@ TYPES = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.floa
 HOST = torch.device("cpu")
 T = TypeVar("T")
 REDUCTIONS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN})
+
+
+@dataclass(frozen=True, eq=False)
+class _Message:
+    """A send or a receive; ``peer`` is a vendor rank."""
+
+    tensor: torch.Tensor
+    peer: int
+    sends: bool
 
 
 class HcclCommunicator(VendorCommunicator):
@@ -64,6 +74,8 @@ class HcclCommunicator(VendorCommunicator):
         self._device = device
         self._met: set[int] = set()
         """Members that a message was exchanged with."""
+        self._batch: list[_Message] | None = None
+        """The messages of a batch; None outside of one."""
         self.backend: Any = None
 
     def new_identity(self) -> bytes:
@@ -95,7 +107,7 @@ class HcclCommunicator(VendorCommunicator):
 
     def revoke(self) -> None:
         """Stop the group's streams; its links are made anew by the edit."""
-        if self.backend is not None:
+        if self.backend is not None and not self.revoked:
             self.revoked = True
             self._abort(self.backend)
 
@@ -112,14 +124,31 @@ class HcclCommunicator(VendorCommunicator):
 
         bounded(run, self._limit, "abort_hccl_comm")
 
-    # -- operations: torch_npu's backend enqueues on the current stream --------------
+    # -- operations: on streams of torch_npu's own, behind the current one, which waits for them -------
 
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
         return tensor.dtype in TYPES and (op is None or op in REDUCTIONS)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        yield
+        """Messages of the block are issued at its end, and then waited for.
+
+        Those of two members have one stream, on which one that is not received holds up those behind it. So the lower
+        rank sends first, and each rank turns to its peers in ascending order.
+        """
+        batch = self._batch = []
+        try:
+            yield
+        finally:
+            self._batch = None
+        for wait in [self._begun(one) for one in self._in_order(batch)]:
+            wait()
+
+    def _in_order(self, batch: Sequence[_Message]) -> list[_Message]:
+        if self._rank not in self.order:  # another thread has given the group up
+            raise VendorError("HCCL: the group was stopped")
+        own = self.order.index(self._rank)
+        return sorted(batch, key=lambda one: (one.peer, one.sends is not (own < one.peer)))
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.AllreduceOptions()
@@ -137,18 +166,32 @@ class HcclCommunicator(VendorCommunicator):
         _issue(self.backend, "broadcast", [tensor], options).wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        if to in self._met:
-            _issue(self.backend, "send", [tensor], to, 0)
-        else:
-            self._meet(to, "send", tensor.clone())
+        self._exchange(_Message(tensor, to, sends=True))
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
-        if source in self._met:
-            _issue(self.backend, "recv", [tensor], source, 0).wait()
+        self._exchange(_Message(tensor, source, sends=False))
+
+    def _exchange(self, message: _Message) -> None:
+        if self._batch is None:
+            self._begun(message)()
         else:
-            received = torch.empty_like(tensor)
-            self._meet(source, "recv", received).wait()
-            tensor.copy_(received)
+            self._batch.append(message)
+
+    def _begun(self, message: _Message) -> Callable[[], object]:
+        """Issue a message, and return what has the current stream wait for it."""
+        tensor, peer, name = message.tensor, message.peer, "send" if message.sends else "recv"
+        if peer in self._met:
+            wait: Callable[[], object] = _issue(self.backend, name, [tensor], peer, 0).wait
+            return wait
+        aside = tensor.clone()
+        work = self._meet(peer, name, aside)
+
+        def end() -> None:
+            work.wait()
+            if not message.sends:
+                tensor.copy_(aside)
+
+        return end
 
     def _meet(self, peer: int, name: str, tensor: torch.Tensor) -> Any:
         """Exchange the first message with ``peer``; its work."""

@@ -110,7 +110,7 @@ class VendorCommunicator(ABC):
 
     @abstractmethod
     def revoke(self) -> None:
-        """End pending operations, from another thread. Raises :class:`VendorHang`."""
+        """End pending operations, from another thread. Idempotent. Raises :class:`VendorHang`."""
 
     @abstractmethod
     def close(self) -> None:

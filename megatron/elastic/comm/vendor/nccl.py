@@ -215,7 +215,9 @@ class NcclCommunicator(VendorCommunicator):
         return "replaced" if lost and joined else "shrunk" if lost else "grown"
 
     def revoke(self) -> None:
-        """By the library's own revoke, else by an abort, after which nothing is left to shrink."""
+        """By the library's own revoke, allowed once, else by an abort, after which nothing is left to shrink."""
+        if self.revoked:
+            return
         if self._library.can_revoke and self._comm is not None:
             self.revoked = True
             self._bounded("ncclCommRevoke", self._comm, REVOKE_DEFAULT)

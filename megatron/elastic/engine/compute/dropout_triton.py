@@ -20,6 +20,7 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
+from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.philox import philox
 
 __all__ = ["DTYPES", "RowLayout", "launch", "row_layout"]
@@ -119,7 +120,7 @@ def launch(
         x,
         x if residual is None else residual,
         out,
-        torch.tensor(words, dtype=torch.int64, device=x.device),
+        on_device(words, x.device),
         scale,
         layout.samples,
         layout.run,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.ledger import Ledger, LedgerError
 from megatron.elastic.engine.compute.model_interface import (
     ROW_DIM,
@@ -92,6 +93,32 @@ class PassResult:
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received from here, where they are counted."""
     measured: PieceTimes = field(default_factory=PieceTimes)
+    _unread: list[tuple[torch.Tensor | None, dict[str, torch.Tensor]]] = field(default_factory=list)
+    """Tokens and reported values of losses, which the device may not have computed yet."""
+
+    def reported(self, output: LossOutput) -> None:
+        """Take the values of one loss. Does not wait for the device."""
+        tokens = None if output.tokens is None else output.tokens.detach()
+        self._unread.append((tokens, {key: value.detach().reshape(-1) for key, value in output.report.items()}))
+
+    def read(self) -> None:
+        """Add up the values of all losses so far; waits until the device has computed them. Raises ``ValueError``."""
+        unread, self._unread = self._unread, []
+        for tokens, report in unread:
+            if tokens is not None:
+                self.tokens += float(tokens)
+            for key, flat in report.items():
+                self._add(key, flat.cpu().double())
+
+    def _add(self, key: str, flat: torch.Tensor) -> None:
+        if flat.numel() not in (1, 2):
+            raise ValueError(
+                f"the loss function reports {key!r} with {flat.numel()} values: "
+                "return 1 (a mean) or 2 (a sum and its count)"
+            )
+        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
+        before = self.report.get(key, (0.0, 0.0))
+        self.report[key] = (before[0] + total, before[1] + count)
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return (first unit, end unit) → nanoseconds of (forwards, backwards). Waits for the device."""
@@ -190,6 +217,7 @@ class Executor:
             if work.training and self._running:
                 raise RuntimeError(f"the schedule has no backward for pieces {sorted(self._running)}")
             self._transport.flush()
+            result.read()
             if work.training:
                 result.report |= self._interface.layer_losses()
                 result.expert_tokens = self._interface.expert_tokens()
@@ -265,7 +293,8 @@ class Executor:
             output = self._interface.forward(work.forward_step, piece, place, source, batch)
         self._enter(piece, batch, work, result)
         if isinstance(output, LossOutput):
-            _record(output, piece, result)
+            result.rows.extend(piece.rows)
+            result.reported(output)
             output = _weighted(output, piece, self._plan, work, result)
             if not work.training:
                 return
@@ -327,7 +356,7 @@ class Executor:
             part = self._take(index, backward)
             if whole is None:
                 whole = torch.empty(shape, dtype=dtype, device=part.device)
-            at = torch.tensor(_positions(self._plan.edges[index], backward), device=part.device)
+            at = on_device(_positions(self._plan.edges[index], backward), part.device)
             whole.index_copy_(ROW_DIM, at, part)
         assert whole is not None, f"piece {piece.id} has no edge to read from"
         return whole
@@ -372,27 +401,11 @@ def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
     """Return rows ``at`` of ``[s, rows, h]``; the tensor itself if that is all of them."""
     if tuple(at) == tuple(range(tensor.shape[ROW_DIM])):
         return tensor
-    return tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
+    return tensor.index_select(ROW_DIM, on_device(at, tensor.device))
 
 
 def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
     return edge.source_at if backward else edge.target_at
-
-
-def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
-    result.rows.extend(piece.rows)
-    if output.tokens is not None:
-        result.tokens += float(output.tokens)
-    for key, value in output.report.items():
-        flat = value.detach().reshape(-1).double()
-        if flat.numel() not in (1, 2):
-            raise ValueError(
-                f"the loss function reports {key!r} with {flat.numel()} values: "
-                "return 1 (a mean) or 2 (a sum and its count)"
-            )
-        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
-        before = result.report.get(key, (0.0, 0.0))
-        result.report[key] = (before[0] + total, before[1] + count)
 
 
 def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Pass, result: PassResult) -> torch.Tensor:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.elastic.engine.compute.device_numbers import on_device
+
 __all__ = ["keep_mask", "philox", "random_words"]
 
 _WORD = (1 << 32) - 1
@@ -108,8 +110,8 @@ def random_words(
     assert isinstance(d0, int) and isinstance(d1, int)
     shape = [1] * len(sizes)
     shape[sample_dim] = len(samples)
-    low = torch.tensor([sample & _WORD for sample in samples], dtype=torch.int64, device=device).view(shape) ^ d2
-    high = torch.tensor([sample >> 32 for sample in samples], dtype=torch.int64, device=device).view(shape) ^ d3
+    low = on_device([sample & _WORD for sample in samples], device).view(shape) ^ d2
+    high = on_device([sample >> 32 for sample in samples], device).view(shape) ^ d3
     coordinate = _coordinates(sizes, sample_dim, extent, offset, device)
     block = (coordinate >> 6) * 16 + (coordinate & 15)
     words = philox((block & _WORD, block >> 32, low, high), (d0, d1))

@@ -43,13 +43,15 @@ class OwnerMemory:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The minimum over all ranks of the launch."""
+    """The minimum over all ranks of the launch, and how they share devices."""
 
     memory_bytes: int
     """Bytes for parameters, state and activations."""
     link_bytes_per_s: int
     """Bytes a second in and out of a rank while all others transfer as well."""
     owners: OwnerMemory = OwnerMemory()
+    sharing: int = 1
+    """Most ranks that share a device; 1 on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def survey(fabric: Fabric, threads: Threads = OS_THREADS) -> Hardware:
     return Hardware(
         min(one.memory_bytes // max(1, sharing[one.device]) for one in found),
         min(one.link_bytes_per_s for one in found),
+        sharing=max(sharing.values(), default=1),
     )
 
 

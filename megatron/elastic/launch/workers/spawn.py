@@ -14,8 +14,11 @@ from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.processes import sweep_scratches, sweep_segments
 from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
+from megatron.elastic.platform.visible_devices import number_on_machine
 
 __all__ = ["Spawner"]
+
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 class Spawner:
@@ -84,9 +87,7 @@ class Spawner:
     def _local_rank(self, local_rank: int) -> dict[str, str]:
         if not self._job.virtual_local_rank:
             return {"LOCAL_RANK": str(local_rank)}
-        visible = os.getenv("CUDA_VISIBLE_DEVICES")
-        device = visible.split(",")[local_rank] if visible else str(local_rank)
-        return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+        return {"LOCAL_RANK": "0", **{name: number_on_machine(local_rank, name) for name in _VISIBLE_DEVICES}}
 
     def _scratch_of(self, worker: Worker) -> str:
         """The scratch folder for a worker, below that of this node; empty when none can be made."""

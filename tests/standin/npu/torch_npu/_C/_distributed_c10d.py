@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,23 @@ class Options:
         self.group_id = ""
 
 
-class Done(dist.Work):
-    """The work of an operation that the stream has behind it."""
+class Issued(dist.Work):
+    """The work of an operation on its group's stream: ``wait`` has the current stream wait for it."""
+
+    def __init__(self, done: torch.Event) -> None:
+        super().__init__()
+        self._done = done
 
     def wait(self, timeout: Any = None) -> bool:
+        torch.accelerator.current_stream(self._done.device).wait_event(self._done)
         return True
 
 
 class ProcessGroupHCCL:
     """Ranks are those within the group; all members name it alike in ``store``.
 
-    Two members that exchange messages have a communicator of their own.
+    Two members that exchange messages have a communicator of their own. Each communicator has a stream of its own, as
+    in torch_npu: its operations run behind what the current stream has at the call.
     """
 
     Options = Options
@@ -42,6 +48,7 @@ class ProcessGroupHCCL:
         self._store, self._rank, self._size = store, rank, size
         self._aborted = False
         self._groups: dict[str, NcclCommunicator] = {}
+        self._streams: dict[tuple[int, ...], torch.Stream] = {}
 
     def _connected(self, members: Sequence[int] = ()) -> NcclCommunicator:
         if self._aborted:
@@ -62,27 +69,37 @@ class ProcessGroupHCCL:
         for group in self._groups.values():
             group.close()
 
-    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Done:
-        self._connected().all_reduce(tensors[0], kind_of(options.reduceOp))
-        return Done()
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Issued:
+        return self._issue(tensors[0], lambda group: group.all_reduce(tensors[0], kind_of(options.reduceOp)))
 
-    def reduce(self, tensors: list[torch.Tensor], options: dist.ReduceOptions) -> Done:
-        self._connected().reduce(tensors[0], options.rootRank, kind_of(options.reduceOp))
-        return Done()
+    def reduce(self, tensors: list[torch.Tensor], options: dist.ReduceOptions) -> Issued:
+        kind = kind_of(options.reduceOp)
+        return self._issue(tensors[0], lambda group: group.reduce(tensors[0], options.rootRank, kind))
 
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Done:
-        self._connected().broadcast(tensors[0], options.rootRank)
-        return Done()
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Issued:
+        return self._issue(tensors[0], lambda group: group.broadcast(tensors[0], options.rootRank))
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Done:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Issued:
         pair = sorted((self._rank, to))
-        self._connected(pair).send(tensors[0], pair.index(to))
-        return Done()
+        return self._issue(tensors[0], lambda group: group.send(tensors[0], pair.index(to)), pair)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Done:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Issued:
         pair = sorted((self._rank, source))
-        self._connected(pair).recv(tensors[0], pair.index(source))
-        return Done()
+        return self._issue(tensors[0], lambda group: group.recv(tensors[0], pair.index(source)), pair)
+
+    def _issue(
+        self, tensor: torch.Tensor, act: Callable[[NcclCommunicator], None], members: Sequence[int] = ()
+    ) -> Issued:
+        group, device = self._connected(members), tensor.device
+        stream = self._streams.get(tuple(members)) or torch.Stream(device)
+        self._streams[tuple(members)] = stream
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
+            act(group)
+            done = torch.Event(device)
+            done.record(stream)
+        tensor.record_stream(stream)
+        return Issued(done)
 
 
 def _stream() -> int:
