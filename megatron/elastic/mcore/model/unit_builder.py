@@ -16,15 +16,16 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
-from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer, without_references
 from megatron.elastic.mcore.model.prediction import build_prediction
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 
-__all__ = ["BuildSite", "Modules", "UnitBuilder"]
+__all__ = ["BuildSite", "Modules", "UnitBuilder", "copy_with"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
@@ -47,6 +48,8 @@ class BuildSite:
         config, groups = inner.config, inner.pg_collection
         if place is None:
             return cls(None, config, config, groups, groups, inner.vocab_size)
+        if place.launched:
+            return cls(place, config, config, groups, place.building_groups(groups), inner.vocab_size)
         return cls(
             place,
             place.cell_config(config),
@@ -78,26 +81,50 @@ class UnitBuilder:
             else:
                 modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
         for module in modules.values():
-            if site.place is not None:
-                site.place.settle(module)
-            _mark_cut(module)
-            for parameter in module.parameters():
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            module.cuda(torch.cuda.current_device())
-            if getattr(self.first, "bf16", False):
-                module.bfloat16()
-            elif getattr(self.first, "fp16", False):
-                module.half()
-            module.train(training)
-            self.prepare(self.inner, module, site.place)
+            self._finish(module, site, training)
         return modules
+
+    def with_experts(self, unit: int, modules: Modules, site: BuildSite, training: bool) -> Modules:
+        """Return the modules of ``unit`` with the experts of another crew; all else is that of ``modules``.
+
+        A rank of the launch's cell whose crew lost a rank builds a few experts so, and no layer.
+        """
+        if "mtp" in modules:
+            return self.build(unit, site, training)
+        return {path: self._redealt(module, site, training) for path, module in modules.items()}
+
+    def _redealt(self, layer: Any, site: BuildSite, training: bool) -> Any:
+        before = getattr(layer, "mlp", None)
+        if site.place is None or not isinstance(before, MoELayer):
+            return layer
+        mine = copy_with(layer, mlp=copy_with(before))
+        with _without_values(site.model, site.layers):
+            site.place.deal_experts(mine, site.building)
+        if mine.mlp.experts is not before.experts:
+            self._finish(mine.mlp.experts, site, training)
+        return mine
+
+    def _finish(self, module: torch.nn.Module, site: BuildSite, training: bool) -> None:
+        """Make a new module one of this place, on the device and in the type of the chunks."""
+        if site.place is not None:
+            site.place.settle(module)
+        _mark_cut(module)
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.cuda(torch.cuda.current_device())
+        if getattr(self.first, "bf16", False):
+            module.bfloat16()
+        elif getattr(self.first, "fp16", False):
+            module.half()
+        module.train(training)
+        self.prepare(self.inner, module, site.place)
 
     def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
         decoder = self.inner.decoder
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self.layer_specs.of_unit(unit),
-            config=config_of_layer(_without_references(site.layers), unit),
+            config=config_of_layer(without_references(site.layers), unit),
             layer_number=unit - offset,
             pg_collection=site.building,
             vp_stage=decoder.vp_stage,
@@ -123,7 +150,7 @@ class UnitBuilder:
     def _head(self, site: BuildSite) -> Modules:
         modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
         if prediction is not None:
-            layers = build_prediction(prediction, _without_references(site.layers), site.building)
+            layers = build_prediction(prediction, without_references(site.layers), site.building)
             if site.place is not None:
                 site.place.deal_experts(layers, site.building)
             modules |= {"embedding": self._embedding(site), "mtp": layers}
@@ -152,22 +179,18 @@ class UnitBuilder:
         return layer  # type: ignore[no-any-return]
 
 
-def _without_references(config: Any) -> Any:
-    """Return a copy of a configuration without what Megatron's loop puts there for its schedules.
-
-    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
-    functions and timers refer to the whole engine.
-    """
-    mine = copy.copy(config)
-    for name in _REFERENCES:
-        setattr(mine, name, None)
-    return mine
-
-
-_REFERENCES = (
-    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
-    "timers",
-)
+def copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
+    """Return a shallow copy of ``original`` with its own child and parameter tables; ``children`` are replaced."""
+    new = copy.copy(original)
+    new._modules, new._parameters = dict(original._modules), dict(original._parameters)
+    for name, child in children.items():
+        new.__dict__.pop(name, None)
+        if child is None:
+            new._modules.pop(name, None)
+            new.__dict__[name] = None
+        else:
+            new._modules[name] = child
+    return new
 
 
 @contextmanager
