@@ -104,8 +104,8 @@ elastic_install_package() {
 
 # elastic_locked COMMAND...: run it while no other call makes parts of this environment.
 elastic_locked() {
-    local lock status
-    exec {lock}>"${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}.lock" && flock "$lock"
+    local lock status path="${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}.lock"
+    mkdir -p "$(dirname "$path")" && exec {lock}>"$path" && flock "$lock" || return 1
     "$@"
     status=$?
     exec {lock}>&-

@@ -69,7 +69,11 @@ def _run_pass(backend: str, only: str, into: Path) -> None:
 
 def results(backend: str, packages: Path, only: str = "", kept: Path | None = None) -> list[Outcome]:
     """Run the tests on ``backend``. Raises ``CalledProcessError`` if the process fails."""
-    variables = {"PYTHONPATH": f"{ROOT}:{packages}", "WRITE_FIXTURE": "true" if backend == BACKENDS[0] else "false"}
+    variables = {
+        "PYTHONPATH": f"{ROOT}:{packages}",
+        "WRITE_FIXTURE": "true" if backend == BACKENDS[0] else "false",
+        "PYTHONHASHSEED": "0",  # names of tests of collectives have the order of a set in them
+    }
     lines = kept / f"torchft-{backend}.jsonl" if kept else None
     return outcomes("tools.torchft_suite", ["--pass-on", backend, "--only", only], variables, lines)
 

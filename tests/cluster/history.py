@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import closing, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
@@ -26,7 +29,18 @@ from tools.history.__main__ import launches
 from tools.history.judge import Rules, Verdict, judge
 from tools.history.lines import read
 
-__all__ = ["ELSEWHERE", "drawn", "findings", "judged", "rules_of", "run_and_judge", "shrunk"]
+__all__ = [
+    "ELSEWHERE",
+    "Outcome",
+    "drawn",
+    "findings",
+    "judged",
+    "outcome",
+    "outcomes",
+    "rules_of",
+    "run_and_judge",
+    "shrunk",
+]
 
 ELSEWHERE = (
     *("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked"),
@@ -34,6 +48,8 @@ ELSEWHERE = (
 )
 """Points outside of what a cluster of one process runs, the host's set-up and checkpoints, and those of owners that do
 not compute their units: few scripts come to them (``test_recovery.py`` does)."""
+RUNS = 50
+"""Of one process."""
 SEEDS = range(3)
 """Orders of events in which a shrunk script is tried."""
 
@@ -118,24 +134,59 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], str] = _fails) -> Sce
     return found
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run: the kills that struck; what it ended with, and the fewest faults that end so."""
+
+    faults: int
+    error: str = ""
+    least: str = ""
+
+
+def outcome(scenario: Scenario) -> Outcome:
+    """Run and judge ``scenario``; whatever the run ends with is a finding."""
+    try:
+        with _quiet():
+            cluster = run_and_judge(scenario)
+    except Exception as error:
+        return Outcome(0, f"{type(error).__name__}: {error}", str(shrunk(scenario) or scenario))
+    return Outcome(sum(process.process.dead and process.norm is None for process in cluster.processes))
+
+
+def outcomes(dice: random.Random, processes: int) -> Generator[Outcome, None, None]:
+    """Yield the outcomes of drawn scenarios as they come, from so many processes; close it to end them.
+
+    A process ends after ``RUNS`` runs: parameters with hooks are never collected, and newcomers collect garbage.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, max_tasks_per_child=RUNS) as pool:
+        pending: set[Future[Outcome]] = set()
+        try:
+            while True:
+                pending |= {pool.submit(outcome, drawn(dice)) for _ in range(2 * processes - len(pending))}
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (one.result() for one in done)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def main() -> int:
     """0 if all runs end well."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.history", description=__doc__)
     parser.add_argument("--faults", type=int, default=10_000, help="kills that strike, over all runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, however few have struck")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    dice, runs, faults, failed, began = random.Random(asked.seed), 0, 0, list[str](), time.monotonic()
-    while faults < asked.faults and time.monotonic() - began < 60 * asked.minutes:
-        scenario, runs = drawn(dice), runs + 1
-        try:
-            with _quiet():
-                cluster = run_and_judge(scenario)
-            faults += sum(process.process.dead and process.norm is None for process in cluster.processes)
-        except Exception as error:  # whatever the run ends with is a finding
-            least = shrunk(scenario) or scenario
-            failed.append(str(least))
-            print(f"{type(error).__name__}: {error}\npython -m tests.scenario '{least}' --as cluster", flush=True)
+    runs, faults, failed, began = 0, 0, list[str](), time.monotonic()
+    with closing(outcomes(random.Random(asked.seed), asked.processes)) as ended:
+        for found in ended:
+            runs, faults = runs + 1, faults + found.faults
+            if found.error:
+                failed.append(found.least)
+                print(f"{found.error}\npython -m tests.scenario '{found.least}' --as cluster", flush=True)
+            if faults >= asked.faults or time.monotonic() - began >= 60 * asked.minutes:
+                break
     seconds = round(time.monotonic() - began, 1)
     print(json.dumps({"seed": asked.seed, "runs": runs, "faults": faults, "seconds": seconds, "failed": failed}))
     return 1 if failed else 0

@@ -18,13 +18,16 @@ RANKS = 3
 STEPS = 5
 
 
-def output(program: str, *arguments: str) -> str:
-    """Run ``program`` on :data:`RANKS` ranks under torchrun, and return what they print."""
+def output(program: str, *arguments: str, packages: Path | None = None) -> str:
+    """Run ``program`` on :data:`RANKS` ranks under torchrun, and return what they print.
+
+    ``packages``: a folder of further packages.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     done = subprocess.run(
         [*command, program, *arguments],
         cwd=ROOT,
-        env=environment_of(),
+        env=environment_of({"PYTHONPATH": f"{ROOT}:{packages}"} if packages else None),
         capture_output=True,
         text=True,
         timeout=120,
@@ -48,12 +51,32 @@ def trained_alone() -> float:
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("program", ["ddp", "fsdp2"])
-def test_a_program_of_torchs_own_trains_the_model_of_one_process(program: str) -> None:
-    found = re.findall(rf"rank (\d) of {RANKS} on (\w+): (\S+)", output(f"examples/{program}.py", "elastic"))
+def trains_the_model_of_one_process(program: str, packages: Path | None = None) -> None:
+    printed = output(f"examples/{program}.py", "elastic", packages=packages)
+    found = re.findall(rf"rank (\d) of {RANKS} on (\w+): (\S+)", printed)
     assert {(int(rank), backend) for rank, backend, _ in found} == {(rank, "elastic") for rank in range(RANKS)}
     (total,) = {float(value) for _, _, value in found}
     assert total == pytest.approx(trained_alone(), rel=1e-5)
+
+
+@pytest.mark.parametrize("program", ["ddp", "fsdp2"])
+def test_a_program_of_torchs_own_trains_the_model_of_one_process(program: str) -> None:
+    trains_the_model_of_one_process(program)
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Accelerate and Lightning: the environment that trains stays as it is."""
+    folder = tmp_path_factory.mktemp("trainers")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, "-r", str(ROOT / "requirements" / "trainers.txt")], check=True, timeout=300)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["accelerate_ddp", "lightning_ddp"])
+def test_a_trainer_of_others_trains_the_model_of_one_process(program: str, trainers: Path) -> None:
+    trains_the_model_of_one_process(program, trainers)
 
 
 ENDING = """

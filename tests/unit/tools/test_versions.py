@@ -33,6 +33,19 @@ def test_scripts_install_the_torch_that_is_asked_for_or_the_pin(version: str, wa
     assert asked.strip() == (wanted or (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").strip())
 
 
+def test_an_environment_in_a_new_folder_is_locked_while_it_is_made(tmp_path: Path) -> None:
+    venv = tmp_path / "new" / "venv"
+    made = subprocess.run(
+        ["bash", "-c", f"source scripts/env.sh && elastic_locked flock --nonblock {venv}.lock echo free"],
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_ELASTIC_VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (made.returncode, made.stdout, made.stderr) == (1, "", "")
+
+
 def test_a_new_row_replaces_that_of_its_environment_only() -> None:
     before = {"versions": [{"name": "a", "torch": "1"}, {"name": "b", "torch": "1"}]}
     rows = merged(before, [{"name": "b", "torch": "2"}], [])["versions"]
