@@ -88,10 +88,15 @@ def test_scenarios_are_a_function_of_the_seed_and_have_texts() -> None:
     [
         "pp4dp1 seed=502017 back=0.050 kill:rank=0,step=3,point=after_gather",
         "pp4dp1 seed=670363 back=0.010 kill:rank=0,step=1,point=after_update",
+        "pp4dp1 seed=904905 back=0.050 exact=on "
+        "kill:rank=0,step=1,point=after_step kill:rank=1,step=1,point=in_migration_begin",
     ],
 )
 def test_the_step_of_a_rank_that_is_back_at_once_is_told(script: str) -> None:
-    """The lowest rank dies before it tells of its step, and is lowest again in the generation of its loss."""
+    """The lowest rank dies before it tells of its step, and is lowest again in the generation of its loss.
+
+    The next one that knows the step may be lost as well before it says so.
+    """
     run_and_judge(f"steps=4 migrate_after=1 mirrors=3 {script}")
 
 

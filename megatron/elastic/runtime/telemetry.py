@@ -120,15 +120,23 @@ def write_recovery(
         links_ahead=outcome.edit.links_ahead,
     )
     events.write(agreement)
+    if _is_first_witness(view) and any(loss.rank < events.rank for loss in outcome.lost):
+        events.write_held()  # the rank that logged before may be lost and may not have logged its last step
     if speaks:
-        if any(loss.rank < events.rank for loss in outcome.lost):  # perhaps back already, as a newcomer
-            events.write_held()  # the rank that logged before may be lost and may not have logged its last step
         events.write(_plan(step, view))
         smaller = [rank for _, ranks in view.assignment.formed for rank in ranks]
         recovered = recovery_line(agreement, decision.generation, losses, parked, smaller)
         for line in (recovered, *batch_lines(view.plan)):
             print(line, flush=True)
     return agreement
+
+
+def _is_first_witness(view: View) -> bool:
+    """Return whether this rank is the lowest one that took part in the newest vote.
+
+    Lower ones may have been started since: they know nothing of the step before.
+    """
+    return next((rank for rank in view.living if rank not in view.unproven), None) == view.rank
 
 
 def batch_lines(plan: model.Plan) -> tuple[str, ...]:

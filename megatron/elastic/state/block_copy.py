@@ -32,6 +32,10 @@ class Part:
         """See :meth:`Staged.wait`."""
         return self.whole.wait()[self.start : self.stop]
 
+    def is_here(self) -> bool:
+        """See :meth:`Staged.is_here`."""
+        return self.whole.is_here()
+
 
 @dataclass
 class BlockCopy:
@@ -83,6 +87,11 @@ class BlockCopy:
         """Return a retained gradient in host memory, only to be read. Raises ``KeyError``."""
         staged = self.staged.get(key)
         return self.gradients[key] if staged is None else staged.wait()
+
+    def has_come(self, key: GradientKey) -> bool:
+        """Return whether a gradient is retained and in host memory."""
+        staged = self.staged.get(key)
+        return key in self.gradients and (staged is None or staged.is_here())
 
     def gradient_hash(self, key: GradientKey) -> str:
         """Return the content hash of a retained gradient. Raises ``KeyError``."""

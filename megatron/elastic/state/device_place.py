@@ -62,6 +62,10 @@ class _Leaving:
         self.arrived.synchronize()
         return self.host
 
+    def is_here(self) -> bool:
+        """See :meth:`Staged.is_here`."""
+        return self.arrived.query()
+
 
 class DevicePlace(Place):
     """The memory of one device (module docstring)."""

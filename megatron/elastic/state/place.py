@@ -31,6 +31,9 @@ class Staged(Protocol):
     def wait(self) -> torch.Tensor:
         """Return it when it is complete. On any thread, as often as wanted."""
 
+    def is_here(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+
 
 @dataclass(frozen=True)
 class StagedTensor:
@@ -41,6 +44,10 @@ class StagedTensor:
     def wait(self) -> torch.Tensor:
         """See :meth:`Staged.wait`."""
         return self.values
+
+    def is_here(self) -> bool:
+        """See :meth:`Staged.is_here`."""
+        return True
 
 
 class Place(ABC):

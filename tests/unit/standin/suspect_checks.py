@@ -27,19 +27,27 @@ from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
 from megatron.elastic.engine.compute.executor import Executor, PassResult
+from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.compute.piece_times import clock_of
+from megatron.elastic.engine.generation.buckets import Cut
 from megatron.elastic.engine.generation.hardware import survey
+from megatron.elastic.engine.generation.view import Routes
 from megatron.elastic.engine.inject import Injector, parse
+from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.platform.own_device import threads_on
 from megatron.elastic.platform.threads import OS_THREADS
 from megatron.elastic.runtime import assembly
+from megatron.elastic.state.device_place import DevicePlace, tensor_kernels
+from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper
 from tests.standin import device as standin
 from tests.standin.platform import StandinPlatform
 from tests.standin.vendor import build_nccl
 from tests.unit.engine.test_executor import LENGTH, ROWS, UNITS, WIDTH, Layers, Nowhere, plan, work
+from tests.unit.standin.state_checks import LAYOUT, RATES, filled
 
 NAP = 300_000_000
 """Nanoseconds that a device is kept busy, far longer than any call of these checks."""
@@ -337,6 +345,29 @@ def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(
         return gathering.is_completed()
 
     assert job.threads[0].submit(alone).result(20), "the other rank never comes"
+
+
+def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_waits_for_none() -> None:
+    pair = linked()
+    place = DevicePlace(StandinPlatform(), torch.device("standin", 0), tensor_kernels())
+    pool, _ = filled(place, Hyper(ConstantSchedule(RATES)))
+    fabric = SimpleNamespace(slots=2, group=lambda role, members: pair.groups[0])
+    tools = cast(Any, SimpleNamespace(fabric=fabric, pool=pool, messages=MessageMemory()))
+    way, key = Routes({1: LAYOUT.blocks}, {}), GradientKey(0, 1)
+    gradients = place.bring(torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(3)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", lambda tensor, dst, group, tag: group.send([tensor], dst, tag))
+        shipment = Shipment(tools, way, key, Cut((0,), LAYOUT.numel), 0, 7)
+        pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks})
+        shipment.advance()
+        assert not shipment._leaving, "the device has not come so far"
+        end = time.monotonic() + 20
+        while not shipment._leaving and time.monotonic() < end:
+            shipment.advance()
+        assert len(shipment._leaving) == 1
+        shipment.complete()
+    received = torch.zeros(LAYOUT.numel + CHECKSUM_SLOTS * len(LAYOUT.blocks))
+    assert pair.groups[1].recv([received], 0, 7).wait() and received[: LAYOUT.numel].tolist() == gradients.tolist()
 
 
 # -- times -----------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ class Arriving:
         self.waits.append(None)
         return self.values
 
+    def is_here(self) -> bool:
+        return bool(self.waits)
+
 
 def copy() -> BlockCopy:
     return BlockCopy(LAYOUT.blocks[0], (), BlockStore(HOST, torch.arange(48.0).view(3, 16)), version=3)
@@ -46,8 +49,9 @@ def test_a_gradient_of_a_device_is_read_from_its_part_of_the_host_copy() -> None
     one, whole = copy(), Arriving(torch.arange(32.0))
     one.gradients[KEY] = torch.full((16,), torch.nan)  # stands for device memory, which nothing may read
     one.staged[KEY] = Part(whole, 4, 20)
+    assert not one.has_come(KEY) and not whole.waits, "asking is not waiting"
     assert one.host_gradient(KEY).tolist() == list(range(4, 20))
-    assert whole.waits
+    assert whole.waits and one.has_come(KEY) and not one.has_come(NEXT)
     with pytest.raises(KeyError):
         one.host_gradient(NEXT)
 

@@ -1,9 +1,10 @@
 """The reduced blocks of one computation of a step, on their way from owners to mirrors while others are reduced.
 
 Each owner cuts its blocks for a mirror into messages (:func:`~megatron.elastic.engine.generation.buckets.messages_of`)
-and sends each as soon as it retains the sums of all its blocks; the mirror retains them as they come. They go to the
-copies of the present placement, with the checksums of :mod:`block_checksums`. Messages of one pair have one tag and one
-order, so the transport's order is theirs.
+and sends each as soon as it retains the sums of all its blocks and a device has brought them to host memory. It waits
+for the device at the end alone. The mirror retains them as they come. They go to the copies of the present placement,
+with the checksums of :mod:`block_checksums`. Messages of one pair have one tag and one order, so the transport's order
+is theirs.
 
 Invariant: both ends make the same messages, from placement and plan alone.
 """
@@ -54,21 +55,25 @@ class Shipment:
         return work, buffer, message
 
     def advance(self) -> None:
-        """Send the messages whose blocks are reduced, and take in those that have come. Raises ``CommError``."""
+        """Send the messages whose sums are in host memory, and take in those that have come. Raises ``CommError``."""
         for peer, messages in self._outgoing.items():
-            while messages and self._is_reduced(messages[0]):
-                packed = self._packed(messages.popleft())
-                work = started(dist.isend(packed, dst=peer, group=self._group, tag=self._tag))
-                self._leaving.append((work, packed))
+            while messages and self._is_reduced(messages[0]) and self._is_here(messages[0]):
+                self._send(peer, messages.popleft())
         for arriving in self._arriving.values():
             while arriving and arriving[0][0].is_completed():
                 self._take(*arriving.popleft())
 
-    def _packed(self, message: Message) -> torch.Tensor:
-        return packed_gradients(self._tools.pool, message, self._key, self._interval, self._tools.messages)
-
     def _is_reduced(self, message: Message) -> bool:
         return all(self._key in self._tools.pool.get(block.key).gradients for block in message)
+
+    def _is_here(self, message: Message) -> bool:
+        return all(self._tools.pool.get(block.key).has_come(self._key) for block in message)
+
+    def _send(self, peer: int, message: Message) -> None:
+        tools = self._tools
+        packed = packed_gradients(tools.pool, message, self._key, self._interval, tools.messages)
+        work = started(dist.isend(packed, dst=peer, group=self._group, tag=self._tag))
+        self._leaving.append((work, packed))
 
     def _take(self, work: dist.Work, buffer: torch.Tensor, message: Message) -> None:
         work.wait()
@@ -77,9 +82,11 @@ class Shipment:
 
     def complete(self) -> None:
         """Wait until the mirrors have this rank's messages, and it has theirs. All its blocks are reduced."""
-        self.advance()
-        if any(self._outgoing.values()):
-            raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
+        for peer, messages in self._outgoing.items():
+            while messages:
+                if not self._is_reduced(messages[0]):
+                    raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
+                self._send(peer, messages.popleft())
         for owner, arriving in self._arriving.items():
             while arriving:
                 self._tools.publish("mirror", (owner,))
