@@ -79,6 +79,12 @@ from megatron.elastic.state.layout import ParamSpec
 __all__ = ["GptInterface", "unwrapped"]
 
 _TIED_NAME = "word_embeddings.weight"
+_CUTS = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""Arguments that cut the launch's pipeline. They need not fit the stages of a piece, whose configuration a script may
+make from the arguments."""
 
 
 class GptInterface:
@@ -538,6 +544,7 @@ class GptInterface:
             "micro_batch_size": len(piece.rows),
             "pipeline_model_parallel_size": place[1],
             "virtual_pipeline_model_parallel_size": None,
+            **dict.fromkeys((name for name in _CUTS if getattr(self._args, name, None)), None),
         }
         before = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)

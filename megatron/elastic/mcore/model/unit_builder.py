@@ -93,11 +93,11 @@ class UnitBuilder:
         return modules
 
     def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
-        decoder = self.inner.decoder
-        offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
+        decoder, config = self.inner.decoder, _to_build_with(site.layers)
+        offset = get_transformer_layer_offset(config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self.layer_specs.of_unit(unit),
-            config=config_of_layer(_without_references(site.layers), unit),
+            config=config_of_layer(config, unit),
             layer_number=unit - offset,
             pg_collection=site.building,
             vp_stage=decoder.vp_stage,
@@ -123,7 +123,7 @@ class UnitBuilder:
     def _head(self, site: BuildSite) -> Modules:
         modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
         if prediction is not None:
-            layers = build_prediction(prediction, _without_references(site.layers), site.building)
+            layers = build_prediction(prediction, _to_build_with(site.layers), site.building)
             if site.place is not None:
                 site.place.deal_experts(layers, site.building)
             modules |= {"embedding": self._embedding(site), "mtp": layers}
@@ -152,21 +152,22 @@ class UnitBuilder:
         return layer  # type: ignore[no-any-return]
 
 
-def _without_references(config: Any) -> Any:
-    """Return a copy of a configuration without what Megatron's loop puts there for its schedules.
+def _to_build_with(config: Any) -> Any:
+    """Return a copy of a configuration without what Megatron's loop puts there for its schedules, and without a layout.
 
     Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
-    functions and timers refer to the whole engine.
+    functions and timers refer to the whole engine. With ``--pipeline-model-parallel-layout`` Megatron numbers layers by
+    the process's present stage, which another thread may change while this one builds.
     """
     mine = copy.copy(config)
-    for name in _REFERENCES:
+    for name in _LEFT_OUT:
         setattr(mine, name, None)
     return mine
 
 
-_REFERENCES = (
+_LEFT_OUT = (
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
-    "timers",
+    *("timers", "pipeline_model_parallel_layout"),
 )
 
 
