@@ -132,6 +132,13 @@ SECTIONS = (
     ),
     Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", tables.overhead),
     Section(
+        "overlap",
+        "What does communication cost behind computation?",
+        "`--elastic-overlap both` beside `none`, with kernels as timed waits, which leave the processor free as an "
+        "accelerator does. Last row: a model whose kernels need the same processors.",
+        tables.overlap,
+    ),
+    Section(
         "step_time",
         "How long is a step beside plain Megatron-LM?",
         "The same model and data, all runs in turn. A ratio below 1: `--elastic` is faster.",

@@ -201,6 +201,22 @@ def overhead(figures: Figures) -> str:
     return f"{figures['ranks']} ranks, one mirror.\n\n{table(('figure', 'median (lowest to highest)'), rows)}"
 
 
+def overlap(figures: Figures) -> str:
+    """What of reduce, ship and gather is left beyond computation, and what mirrors and votes then cost."""
+    titles = {
+        "moved_share": "reduce, ship and gather in turn (% of a step)",
+        "exposed": "left of their time when they go on behind (%)",
+        "elasticity": "step longer than without mirrors and votes (% of a step)",
+    }
+    rows = [(title, spread(figures[key], 100)) for key, title in titles.items()]
+    rows.append(("step time, behind over in turn", spread(figures["step_ratio"])))
+    rows.append(("the same where kernels need the processors", number(figures["kernels"]["step_ratio"])))
+    parameters = figures["units"] * figures["elements"] / 1e6
+    said = f"{figures['ranks']} data-parallel ranks, {parameters:.1f} million parameters, a forward of "
+    said += f"{figures['piece_ms']:.0f} ms a piece, {figures['pieces']} pieces a rank and step."
+    return f"{said}\n\n{table(('figure', 'median (lowest to highest)'), rows)}"
+
+
 def step_time(figures: Figures) -> str:
     """Step times and their ratios to plain Megatron-LM."""
     ratios = {

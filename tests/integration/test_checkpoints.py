@@ -128,6 +128,86 @@ def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
         assert largest_deviation(straight, tail(found)) < ROUNDING["experts"]
 
 
+EXPERTS = (*SHARED, "--expert-model-parallel-size")
+EVEN = ("--sequence-parallel", "--moe-token-dispatcher-type", "allgather", *EXPERTS)
+ABSENT: dict[str, tuple[int, int, int, tuple[str, ...], str, str]] = {
+    "one of two that share": (2, 1, 1, (*EXPERTS, "2"), "kill:rank=1,step=2,point=mid_backward", "1"),
+    "one of each stage": (
+        *(4, 1, 2, (*EXPERTS, "2")),
+        *("kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=3,point=after_vote", "1,2"),
+    ),
+    "in a distributed optimizer": (
+        *(2, 1, 1, (*EXPERTS, "2", *FORMATS["bf16-distributed-optimizer"])),
+        *("kill:rank=0,step=2,point=mid_backward", "0"),
+    ),
+    "a part of each of two experts, three axes": (
+        *(8, 2, 2, (*EVEN, "2")),
+        *("kill:rank=6,step=2,point=mid_backward", "6"),
+    ),
+    "whole experts in a tensor-parallel group": (
+        *(4, 2, 1, (*EVEN, "4", "--expert-tensor-parallel-size", "1")),
+        *("kill:rank=3,step=2,point=mid_backward", "3"),
+    ),
+    "a stage without experts": (
+        *(4, 1, 2, (*EXPERTS, "2", "--moe-layer-freq", "[1]*2+[0]*2")),
+        *("kill:rank=1,step=2,point=mid_backward;kill:rank=3,step=3,point=after_vote", "1,3"),
+    ),
+    "a shard": (2, 2, 1, (), "kill:rank=1,step=2,point=mid_backward", "1"),
+}
+"""Name → ranks, tensor-parallel size, stages, flags, faults before the save, and the ranks that are lost by them."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == next(iter(ABSENT)) else pytest.param(name, marks=pytest.mark.slow) for name in ABSENT]
+)
+def test_parts_of_which_no_writer_is_left_are_resumed_by_plain_megatron(tmp_path: Path, name: str) -> None:
+    """All ranks of the launch that had some experts or a shard are lost for good before the save."""
+    world, tensor, stages, flags, faults, lost = ABSENT[name]
+    flags = ("--tensor-model-parallel-size", str(tensor), *flags)
+    fault = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", faults)
+    saved = saving(tmp_path / "ours")
+    written = elastic_job(tmp_path / "events", world, tensor, stages, STEPS, *QUIET, *flags, *fault, *saved)
+    assert written.code == 0, written.output[-4000:]
+    assert {record.fields["lost_rank"] for record in written.of("loss")} == set(map(int, lost.split(",")))
+    plain = [
+        plain_job("straight", world, stages, *flags),
+        plain_job("resumes", world, stages, *flags, "--load", str(tmp_path / "ours")),
+    ]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, "resumes")[-3000:])
+    straight = tail(losses(logs(tmp_path, "straight")))
+    kind = "bf16-distributed-optimizer" if "--bf16" in flags else "experts"
+    assert largest_deviation(straight, tail(losses(logs(tmp_path, "resumes")))) < ROUNDING[kind]
+
+
+@pytest.mark.slow
+def test_a_later_save_writes_the_experts_of_a_further_lost_rank_too(tmp_path: Path) -> None:
+    """Each of four ranks has its own experts; one is lost before the first save, another before the second."""
+    flags, steps = (*EXPERTS, "4"), 2 * SAVED_AT
+    faults = "kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=5,point=after_vote"
+    fault = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", faults)
+    saved = ("--save", str(tmp_path / "ours"), "--save-interval", str(SAVED_AT), "--exit-interval", str(steps))
+    written = elastic_job(tmp_path / "events", 4, 1, 1, steps + 4, *QUIET, *flags, *fault, *saved)
+    assert written.code == 0, written.output[-4000:]
+    assert {record.fields["lost_rank"] for record in written.of("loss")} == {1, 2}
+    load = ("--load", str(tmp_path / "ours"), "--ckpt-step")
+    until = ("--train-iters", str(steps + 4))
+    plain = [plain_job("straight", 4, 1, *flags, *until)]
+    plain += [plain_job(f"from-{at}", 4, 1, *flags, *until, *load, str(at)) for at in (SAVED_AT, steps)]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, f"from-{steps}")[-3000:])
+    straight = losses(logs(tmp_path, "straight"))
+    for at in (SAVED_AT, steps):
+        expected = {step: loss for step, loss in straight.items() if step > at + 2}
+        found = {step: loss for step, loss in losses(logs(tmp_path, f"from-{at}")).items() if step > at + 2}
+        assert len(expected) == steps + 4 - at - 2
+        assert largest_deviation(expected, found) < ROUNDING["experts"]
+    read = elastic_job(tmp_path / "later", 4, 1, 1, steps + 4, *QUIET, *flags, *load, str(steps))
+    assert read.code == 0, read.output[-4000:]
+    expected = {step: loss for step, loss in straight.items() if step > steps + 2}
+    assert largest_deviation(expected, {step: read.losses[step] for step in expected}) < ROUNDING["experts"]
+
+
 WRITTEN_WITH = ("--lr-decay-iters", "40")
 RESUMED_WITH = (
     "--lr",

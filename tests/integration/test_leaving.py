@@ -19,6 +19,8 @@ from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
 
 QUIET = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--lr-decay-iters", "8")
 RARELY = ("--save-interval", "1000000")
+ANY_SCHEDULE = ("--override-opt-param-scheduler",)
+"""Megatron compares the number of iterations with that of the checkpoint otherwise."""
 FOR_EVER = 100_000
 
 
@@ -222,3 +224,24 @@ def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: P
     undisturbed = elastic_job(tmp_path / "undisturbed", 4, 1, 2, 8, *flags)
     assert largest_deviation(undisturbed.committed, result.committed) < 1e-5
     assert sorted(result.committed) == list(range(1, max(result.committed) + 1)), "every step is committed"
+
+
+@pytest.mark.slow
+def test_a_rank_that_left_with_experts_of_its_own_does_not_keep_the_job_from_saving(tmp_path: Path) -> None:
+    """Four ranks in two stages share experts in pairs, so that each has the only seat of its stage with its experts."""
+    saved = tmp_path / "saved"
+    experts = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
+    flags = (*QUIET, *experts, "--expert-model-parallel-size", "2")
+    command = elastic_command(tmp_path / "events", 4, 1, 2, FOR_EVER, *flags, *RARELY, "--save", str(saved))
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for(r"iteration +2/")
+        assert job.ctl("drain", "--ranks", "3").returncode == 0
+        left = job.wait_for(r"rank 3 leaves as requested").end()
+        job.wait_for(r"iteration +\d+/", left)
+        job.launcher.send_signal(signal.SIGTERM)
+        result = job.finish()
+    assert result.code == 3, result.output[-5000:]
+    at = iteration_saved(saved)
+    assert at == max(result.committed)
+    resumed = elastic_job(tmp_path / "resumed", 4, 1, 2, at + 2, *flags, "--load", str(saved), *ANY_SCHEDULE)
+    assert resumed.code == 0 and set(resumed.committed) == {at + 1, at + 2}, resumed.output[-4000:]

@@ -65,8 +65,11 @@ def finished(job: Sequence[str], seconds: float = 400.0, **more: str) -> str:
     return done.stdout
 
 
-def followed(job: Sequence[str], seconds: float = 400.0, **more: str) -> list[tuple[float, str]]:
-    """Every line ``job`` wrote to stdout, and when it came (monotonic seconds). Raises as :func:`finished` does."""
+def followed(job: Sequence[str], seconds: float = 400.0, ended: str = "", **more: str) -> list[tuple[float, str]]:
+    """Every line ``job`` wrote to stdout, and when it came (monotonic seconds). Raises as :func:`finished` does.
+
+    ``ended``: words by which the job tells that it is done; if one is given, the exit status does not matter after it.
+    """
     with subprocess.Popen(
         job,
         cwd=ROOT,
@@ -82,6 +85,7 @@ def followed(job: Sequence[str], seconds: float = 400.0, **more: str) -> list[tu
             lines = [(time.monotonic(), line) for line in running.stdout]
         finally:
             late.cancel()
-    if running.returncode:
+    done = bool(ended) and any(ended in line for _, line in lines)
+    if running.returncode and not done:
         raise RuntimeError(f"exit code {running.returncode}\n" + "".join(line for _, line in lines[-60:]))
     return lines

@@ -1,8 +1,8 @@
 """One rank of ``tools/bench/overlap.py``: the engine over units of real size whose kernels are timed waits.
 
-Data parallel, one stage. Each unit's forward and backward wait for their share of a piece; gradients, state, parameters
-and what moves of them have their full size. Writes ``rank-R.json``: for each step its seconds, those of its waits, and
-those by phase.
+Data parallel, one stage. Each unit's forward and backward wait for their share of a piece, one after the other as in a
+device's queue; gradients, state, parameters and what moves of them have their full size. Writes ``rank-R.json``: for
+each step its seconds, those of its waits, and those by phase.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,34 @@ from megatron.elastic.runtime.connect import open_links
 from megatron.elastic.runtime.start import found
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate, StepRecord
-from tools.bench.emulated import PATIENCE, EmulatedModel, no_forward_step
+from tools.bench.emulated import PATIENCE, EmulatedModel, Waits, no_forward_step
 
 COST = UnitCost(1, 2, 1, 1, 1, 1, 1)
 """Of a unit and row: a backward takes twice as long as a forward."""
+
+
+@dataclass
+class Queue(Waits):
+    """Waits of kernels that are queued ahead: what the host does between two delays the second only if it takes longer.
+
+    So the host's work in a hook runs beside a kernel, as it does where kernels are launched before the hook is called.
+    """
+
+    ended: float = 0.0
+    """When the last kernel ended; seconds of the monotonic clock."""
+
+    def begin(self) -> None:
+        """Nothing is queued: the next kernel begins when it is launched."""
+        self.ended = time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until the next kernel has ended, and note how long it ran."""
+        now = time.monotonic()
+        began = max(self.ended, now - seconds)
+        time.sleep(max(0.0, began + seconds - now))
+        self.ended = time.monotonic()
+        self.spent += self.ended - began
+        self.asked += seconds
 
 
 class _Unit(torch.autograd.Function):
@@ -57,6 +81,7 @@ class TimedUnits(EmulatedModel):
     """Units of ``elements`` parameters (``ModelInterface``)."""
 
     elements: int = 1
+    waits: Queue = field(default_factory=Queue)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +97,7 @@ class TimedUnits(EmulatedModel):
     ) -> torch.Tensor | LossOutput:
         """Wait, unit by unit."""
         rows: torch.Tensor = torch.zeros(self.boundary(len(piece.rows))[0]) if source is None else source
+        self.waits.begin()
         for unit in range(piece.first, piece.end):
             self.told(unit)
             rows = _Unit.apply(rows, self, self.parameters[unit])  # type: ignore[no-untyped-call]

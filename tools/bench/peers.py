@@ -230,7 +230,7 @@ def write_into(path: Path, figures: dict[str, Any]) -> None:
     """Put ``figures`` into the recorded file at ``path``, and how they were measured. Raises ``ValueError``."""
     recorded = json.loads(path.read_text())
     how = {
-        "command": shlex.join(["python", "-m", "tools.bench.peers", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "tools.bench.peers", *without_folders(sys.argv[1:])]),
         "machine": asdict(machine()),
         **{name: figures[name] for name in ("losses_a_job", "patience_s", "trials_asked", "trials_done", "trial_s")},
         "trials_failed": figures["trials_failed"],
@@ -240,6 +240,12 @@ def write_into(path: Path, figures: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(whole, indent=1) + "\n")
     partial.replace(path)
+
+
+def without_folders(arguments: list[str]) -> list[str]:
+    """Return the arguments without the folders of this machine, on which no figure depends."""
+    folders = [at for at, word in enumerate(arguments) if word in ("--environments", "--kept")]
+    return [word for at, word in enumerate(arguments) if at not in folders and at - 1 not in folders]
 
 
 def versions() -> dict[str, str]:

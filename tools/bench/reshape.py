@@ -64,6 +64,10 @@ SIZES = (ParallelSizes(2, 2, 1), ParallelSizes(1, 4, 1), ParallelSizes(4, 1, 1),
 QUIET_STEPS = 8
 """Before the first change, and after each."""
 SECONDS = 300.0
+ENDED = "[exiting program at iteration"
+"""What Megatron-LM prints once it has saved.
+
+Over gloo a process may abort while the interpreter ends after that (pytorch issue 190489): no job waits for it."""
 _ITERATION = re.compile(r"iteration\s+(\d+)/")
 
 
@@ -178,7 +182,8 @@ def restarts(options: argparse.Namespace) -> list[float]:
         for number, sizes in enumerate(SIZES, start=1):
             saves = ("--save", folder, "--save-interval", "100000", "--load", folder, "--exit-interval", "6")
             flags = (*flags_of(options, sizes), *saves, "--no-load-rng")
-            lines = followed(command(WORLD, *flags, "--distributed-timeout-minutes", "3", module=TORCHRUN), SECONDS)
+            job = command(WORLD, *flags, "--distributed-timeout-minutes", "3", module=TORCHRUN)
+            lines = followed(job, SECONDS, ended=ENDED)
             steps = [
                 (when, float(took[1]) / 1e3)
                 for when, line in lines

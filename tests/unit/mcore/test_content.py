@@ -79,7 +79,7 @@ def test_parameters_of_a_stage_are_in_the_order_of_megatrons_groups() -> None:
         )
 
     interface: Any = type("Interface", (), {"chunks": chunks})
-    stage = LaunchStage(interface, {2: [of(1, d), of(0, c)], 1: [of(1, b), of(0, a)]})
+    stage = LaunchStage(0, interface, {2: [of(1, d), of(0, c)], 1: [of(1, b), of(0, a)]})
     assert [id(item.parameter) for item in stage.ordered()] == [id(p) for p in (a, c, b, d)]
 
 

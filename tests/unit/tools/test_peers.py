@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -31,7 +32,7 @@ from tools.bench._peer_figures import (
 from tools.bench._peer_processes import Command, Job, words_of
 from tools.bench._peer_summary import merged, summary
 from tools.bench._peer_trials import FAULTS
-from tools.bench.peers import parsed, trials_of
+from tools.bench.peers import parsed, trials_of, without_folders
 from tools.bench.peers_programs.layouts import LAYOUTS, PLAIN
 
 RANKS, STEP = 3, 0.5
@@ -251,6 +252,10 @@ def test_later_figures_take_the_place_of_recorded_ones_and_leave_the_others() ->
         merged(recorded, as_recorded(recovered("ours", 0.1), model="large"))
 
 
+def test_a_recorded_command_names_no_folder_of_its_machine() -> None:
+    assert without_folders(["--environments", "e", "--trials", "2", "--kept", "k"]) == ["--trials", "2"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -320,11 +325,15 @@ def test_a_kill_beside_torchrun_is_measured(tmp_path: Path, layout: str) -> None
     small = ["--contenders", "ours,torchrun", "--faults", "calm,kill", "--trials", "1", "--losses", "1"]
     folders = ["--environments", place, "--kept", str(tmp_path)]
     command = [sys.executable, "-m", "tools.bench.peers", "--layouts", layout, *small, *folders]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True) as bench:
+        try:
+            out, said = bench.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            bench.send_signal(signal.SIGINT)  # so that it ends the jobs it started
+            out, said = bench.communicate(timeout=30)
+    assert bench.returncode == 0, said[-4000:]
+    found = json.loads(out.splitlines()[-1])
     rows = (found if layout == PLAIN.name else found["layouts"][layout])["contenders"]
     ours, peer = (rows[name]["faults"]["kill"] for name in ("ours", "torchrun"))
     assert ours["recovered"] == peer["recovered"] == 1

@@ -42,7 +42,7 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.transaction.save import StateStream, Want
-from megatron.elastic.mcore.checkpoint.absent_stages import duties
+from megatron.elastic.mcore.checkpoint.absent_parts import duties
 from megatron.elastic.mcore.checkpoint.content import Content, strategy_for
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint.writing import write_file
@@ -358,13 +358,13 @@ class BackgroundSave:
     def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content, tag: str) -> None:
         """Have Megatron plan the save among the ranks of the launch; extra ranks only send state to the writers.
 
-        Raises ``OSError`` if no rank is left that could write for some stage.
+        Raises ``OSError`` if no rank of the launch is left.
         """
         engine, fabric = self._engine, self._engine.tools.fabric
         launch_topology = engine.views.launch_topology
-        stages = duties(launch_topology, engine.view.living).get(fabric.rank, ())
+        others = duties(launch_topology, engine.view.living).get(fabric.rank, ())
         context = dict(call["checkpointing_context"] or {})
-        shapes = self._optimizer.as_launched(stages)
+        shapes = self._optimizer.as_launched(others)
         with without_holes(fabric, launch_topology.slots), self._folders.naming(tag), self._asynchronous(), shapes:
             if dist.get_rank() == 0:
                 self._folders.sweep(self._args.save)

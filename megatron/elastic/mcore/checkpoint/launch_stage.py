@@ -18,6 +18,8 @@ Launched = Mapping[int, Sequence[UnitParameter]]
 class LaunchStage:
     """One stage of the launch on one rank."""
 
+    rank: int
+    """The rank of the launch that has this place: this process, or a lost one in whose place it writes."""
     interface: GptInterface
     launched: Launched
     shared_experts: bool = False

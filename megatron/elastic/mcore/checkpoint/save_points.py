@@ -21,7 +21,7 @@ from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
-from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
+from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
@@ -98,7 +98,7 @@ class Checkpoints:
             ),
         )
 
-    def attach(self, own: LaunchStage, others: AbsentStages) -> OptimizerCheckpoint:
+    def attach(self, own: LaunchStage, others: AbsentParts) -> OptimizerCheckpoint:
         """Connect to the engine; return the translator of its state."""
         engine = self._engine()
         config, _ = training.get_megatron_optimizer_config(get_args())

@@ -34,7 +34,7 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.save import Want
-from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
+from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts, Duty
 from megatron.elastic.mcore.checkpoint.content import Content
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.model.param_groups import settings_of
@@ -62,11 +62,11 @@ class LoadedState:
 class OptimizerCheckpoint:
     """Translates between state blocks and Megatron's optimizer classes."""
 
-    def __init__(self, engine: Engine, own: LaunchStage, config: OptimizerConfig, others: AbsentStages) -> None:
+    def __init__(self, engine: Engine, own: LaunchStage, config: OptimizerConfig, others: AbsentParts) -> None:
         self._engine = engine
         self._own = own
         self._others = others
-        self._duties: dict[int, LaunchStage] = {}
+        self._duties: dict[Duty, LaunchStage] = {}
         self._built: dict[int, LaunchStage] = {}
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: list[tuple[LaunchStage, Any]] = []
@@ -76,18 +76,18 @@ class OptimizerCheckpoint:
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Return a sharded state dict to plan a save over; its tensors are empty and registered in :attr:`content`."""
-        state = self._saved(self._own, model_state, groups, metadata)
-        for stage, place in self._duties.items():
-            state[f"stage {stage}"] = self._saved_for(stage, place, groups, metadata)
-        return state
+        state = self._saved(self._parts(self._own), model_state, groups, metadata)
+        found = {duty.rank: self._saved_for(duty, place, groups, metadata) for duty, place in self._duties.items()}
+        # Megatron counts optimizers by their keys in what all ranks have in common, where an empty part would be left.
+        return state | {f"rank {rank}": part for rank, part in found.items() if part}
 
     @contextmanager
-    def as_launched(self, stages: Collection[int] = ()) -> Iterator[None]:
-        """Give models the launch's shapes inside the context, for planning; ``stages``: also written by this rank."""
-        for stage in stages:
-            if stage not in self._built:
-                self._built[stage] = self._others.place(stage)
-        self._duties = {stage: self._built[stage] for stage in stages}
+    def as_launched(self, others: Collection[Duty] = ()) -> Iterator[None]:
+        """Give models the launch's shapes inside the context, for planning; ``others``: also written by this rank."""
+        for duty in others:
+            if duty.rank not in self._built:
+                self._built[duty.rank] = self._others.place(duty.rank)
+        self._duties = {duty: self._built[duty.rank] for duty in others}
         with ExitStack() as stack:
             stack.callback(self._duties.clear)
             balance, record = self._engine.tools.settings.hyper.balance, self._engine.record
@@ -97,29 +97,34 @@ class OptimizerCheckpoint:
             yield
 
     def _saved(
-        self, place: LaunchStage, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+        self,
+        parts: Sequence[LaunchStage],
+        model_state: Any,
+        groups: Sequence[Mapping[str, Any]],
+        metadata: Mapping[str, Any],
     ) -> Any:
         states = []
-        for part in self._parts(place):
+        for part in parts:
             shadow = self._shadow(part, groups)
             self._lay_out(part, shadow, self._engine.record)
             states.append(self._state_dict(part, shadow, model_state, metadata, loading=False))
         return _chained(states)
 
     def _saved_for(
-        self, stage: int, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+        self, duty: Duty, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
     ) -> Any:
-        """Return the tensors and objects that a rank of ``stage`` would write; each carries its own key."""
+        """Return the tensors and objects of a duty as its rank would write them; each carries its own key."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
         chunks: Any = place.interface.chunks
-        with self._others.standing_at(stage):
+        parts = [part for part in self._parts(place) if (duty.experts if part.shared_experts else duty.rest)]
+        with self._others.standing_at(duty.rank):
             model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
             whole = {
                 **model,
-                "optimizer": self._saved(place, model, groups, alone),
+                "optimizer": self._saved(parts, model, groups, alone),
                 "rng_state": checkpointing.get_rng_state("torch_dist", None, None),
             }
-        return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase))[0]
+        return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase) and duty.has(value.key))[0]
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Return a sharded state dict to read a checkpoint into; pass the result to :meth:`finish_load`."""
@@ -171,6 +176,7 @@ class OptimizerCheckpoint:
             return (place,)
         return tuple(
             LaunchStage(
+                place.rank,
                 place.interface,
                 {
                     unit: tuple(item for item in parameters if (item.spec.expert is not None) == shared)
@@ -192,7 +198,7 @@ class OptimizerCheckpoint:
         home = dict[int, tuple[UnitShard, ParamSlot]]()
         for unit, parameters in place.launched.items():
             for item in parameters:
-                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec)
+                key = unit, topology.shard_of(place.rank, item.spec)
                 home[id(item.parameter)] = key, layouts[key].slot(item.spec.name)
         return iter([home[id(item.parameter)] for item in place.ordered()])
 

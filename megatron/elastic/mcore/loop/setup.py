@@ -37,7 +37,7 @@ from megatron.elastic.mcore.args.settings import (
     nominal_topology,
     sample_grid,
 )
-from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
+from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
@@ -87,7 +87,7 @@ class Setup:
         self._optimizer: EngineOptimizer | None = None
         self._schedule: MegatronSchedule | None = None
         self._place: LaunchStage | None = None
-        self._others: AbsentStages | None = None
+        self._others: AbsentParts | None = None
         self._data: tuple[SampleSource | None, Evaluated, EvaluatedSet] | None = None
         self._evaluated_before = 0
         """Validation samples that were consumed before this job started, equal on all ranks."""
@@ -184,8 +184,7 @@ class Setup:
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
-        self._place = LaunchStage(interface, launched)
-        self._others = AbsentStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
+        self._place = LaunchStage(links.fabric.rank, interface, launched)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         self._schedule = MegatronSchedule(scheduler)
@@ -193,6 +192,9 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
+        self._others = AbsentParts(
+            topology, lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups
+        )
         settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved

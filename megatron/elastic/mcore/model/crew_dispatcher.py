@@ -115,6 +115,10 @@ class CrewDispatcher:
         route = self._known()
         return rows.index_select(0, route.by_expert), route.tokens_per_expert, probs.index_select(0, route.by_expert)
 
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Return no buffers: experts write into tensors of their own. Megatron calls this from 0.19 on."""
+        return None, None
+
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' output in the order in which its rows arrived."""
         back = torch.argsort(self._known().by_expert)

@@ -92,7 +92,7 @@ class GptInterface:
 
     ``tensor_group`` returns the tensor-parallel group of the ranks of a cell; without it this rank's layers are always
     those of the launch. ``crew_group`` returns the group of the ranks of a crew; without it layers with shared experts
-    cannot compute.
+    cannot compute. ``rank``: of the launch, whose place the chunks have; default: this process.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class GptInterface:
         crew_group: GroupOf | None = None,
         context: ContextParallel | None = None,
         context_group: GroupOf | None = None,
+        rank: int | None = None,
     ) -> None:
+        self._rank = dist.get_rank() if rank is None else rank
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
         self._config = get_model_config(chunks[0])
@@ -162,7 +164,7 @@ class GptInterface:
         if cut is None or cut.tensor is None:
             return None
         # Megatron's group of a rank that joins a running job has only that rank at first.
-        part = Position(dist.get_rank() // cut.tensor % count, count)
+        part = Position(self._rank // cut.tensor % count, count)
         return SequencePart(cut, part, parallel_state.get_context_parallel_group())
 
     def _part_of(self, place: CellPlace | None) -> SequencePart | None:
@@ -174,7 +176,7 @@ class GptInterface:
 
     def _crew_at_launch(self) -> Crew | None:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
-        sizes, rank = self._sizes, dist.get_rank()
+        sizes, rank = self._sizes, self._rank
         if not sizes.experts:
             return None
         crew = launch_crew(sizes.experts, sizes.expert_homes, sizes.expert_parts, rank)
@@ -187,12 +189,12 @@ class GptInterface:
     def _experts_of(self, place: TensorPlace | None) -> tuple[int, ...]:
         """Return the experts that this rank has of each layer at ``place``; none where ranks share no experts."""
         crew = self._crew_of(place)
-        return () if crew is None else crew.experts_of(dist.get_rank() if place is None else place.rank)
+        return () if crew is None else crew.experts_of(self._rank if place is None else place.rank)
 
     def _join_crew(self, module: torch.nn.Module, place: TensorPlace | None) -> None:
         crew = self._crew_of(place)
         if crew is not None and self._crew_group is not None:
-            join_crew(module, crew, dist.get_rank() if place is None else place.rank, self._crew_group)
+            join_crew(module, crew, self._rank if place is None else place.rank, self._crew_group)
 
     def _place_of(self, place: CellPlace | None) -> TensorPlace | None:
         """Return the place that layers are built for; ``None`` if it is that of the launch, in the launch's group."""

@@ -14,6 +14,7 @@ __all__ = [
     "GroupStandIn",
     "as_context_group",
     "as_first_of_tensor_group",
+    "as_place",
     "as_stage",
     "as_tensor_group",
     "whole_tensor_group",
@@ -78,6 +79,31 @@ def as_context_group(group: dist.ProcessGroup) -> Iterator[None]:
     """Make ``group`` the context-parallel group of ``parallel_state`` inside the context."""
     ranks = dist.get_process_group_ranks(group)
     with _set({"_CONTEXT_PARALLEL_GROUP": group, "_CONTEXT_PARALLEL_GLOBAL_RANKS": ranks}):
+        yield
+
+
+@contextmanager
+def as_place(
+    *, tensor: GroupStandIn, pipeline: GroupStandIn, expert_home: GroupStandIn, expert_part: GroupStandIn
+) -> Iterator[None]:
+    """Show Megatron these ranks in its groups, and no other replica, inside the context.
+
+    ``expert_home``: among the ranks with other experts; ``expert_part``: among those with parts of the same ones.
+    There is no group of the stages that share the embedding: a model that is built exchanges nothing.
+    """
+    seat = expert_home.rank() * expert_part.size() + expert_part.rank()
+    mine = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": tensor,
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK": tensor.rank(),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": pipeline,
+        "_EMBEDDING_GROUP": None,
+        "_MPU_DATA_PARALLEL_RANK": 0,
+        "_EXPERT_MODEL_PARALLEL_GROUP": expert_home,
+        "_EXPERT_TENSOR_PARALLEL_GROUP": expert_part,
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": GroupStandIn(seat, expert_home.size() * expert_part.size()),
+        "_EXPERT_DATA_PARALLEL_GROUP": GroupStandIn(0, 1),
+    }
+    with _set(mine):
         yield
 
 
