@@ -65,6 +65,7 @@ _ABSENT = frozenset(
         *("--vocab-size", "--mock-data", "--load", "--wandb-project", "--wandb-entity", "--wandb-exp-name"),
         *("--wandb-save-dir", "--exit-interval", "--exit-duration-in-mins", "--attention-dropout", "--hidden-dropout"),
         *("--train-samples", "--lr-decay-samples", "--distributed-timeout-minutes", "--export-kd-teacher-load"),
+        "--num-workers",
     )
 )
 """Flags that name what is not here, or how long a run of other sizes lasts."""
@@ -102,7 +103,6 @@ _SIZES: Mapping[str, Callable[[Configuration], str]] = {
     "--save-retain-interval": lambda case: str(STEPS - 2),
     "--eval-iters": lambda case: str(min(case.number("--eval-iters"), 1)),
     "--log-interval": lambda case: "1",
-    "--num-workers": lambda case: "0",
     "--check-weight-hash-across-dp-replicas-interval": lambda case: "2",
 }
 """Flag → its value at CPU size; used only where a configuration has the flag."""
@@ -181,7 +181,7 @@ def shrunk(case: Configuration, folder: str, data: str, without: Collection[str]
         size = _SIZES.get(flag)
         words += _words(flag, value if size is None else size(case), folder)
     words += ["--data-path", data, "--data-cache-path", f"{folder}/cache", "--tokenizer-type", "NullTokenizer"]
-    words += ["--vocab-size", "255", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    words += ["--vocab-size", "255", "--attention-dropout", "0", "--hidden-dropout", "0", "--num-workers", "0"]
     if "--train-iters" not in case.given:
         words += ["--train-samples", str(STEPS * _batch(case)), "--lr-decay-samples", str(20 * _batch(case))]
     if "--micro-batch-size" not in case.given:
@@ -221,9 +221,9 @@ _EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 class Reference:
     """The run of plain Megatron that has the losses of a configuration and that a CPU can do.
 
-    It writes no checkpoints, and injects no errors of its own. Without Transformer Engine it has no context
-    parallelism: fewer ranks have the whole sequence then, and all experts. gloo gathers equal tensors only, so experts
-    that ranks cut between them gather all tokens, not their own. No loss depends on any of these.
+    It writes no checkpoints and no summaries, and injects no errors of its own. Without Transformer Engine it has no
+    context parallelism: fewer ranks have the whole sequence then, and all experts. gloo gathers equal tensors only, so
+    experts that ranks cut between them gather all tokens, not their own. No loss depends on any of these.
     """
 
     ranks: int
@@ -236,7 +236,7 @@ class Reference:
     def of(cls, case: Configuration) -> Reference:
         """Return the reference of ``case``."""
         parts = case.number("--context-parallel-size")
-        without = [*_SAVING, *_READING, "--error-injection-rate", "--error-injection-type"]
+        without = [*_SAVING, *_READING, "--tensorboard-dir", "--error-injection-rate", "--error-injection-type"]
         if parts > 1:
             without += (*_CONTEXT, *_EXPERTS)
         if case.number("--expert-tensor-parallel-size", case.number("--tensor-model-parallel-size")) > 1:

@@ -53,7 +53,7 @@ def test_a_small_configuration_has_the_sizes_and_features_of_the_large_one() -> 
     assert small["--num-layers"] == ["6"] and small["--num-layers-per-virtual-pipeline-stage"] == ["1"], "3 chunks"
     assert small["--recompute-modules"] == ["layernorm", "mlp"] and small["--bf16"] == []
     assert small["--save"] == ["/folder/save"] and small["--data-path"] == ["/data"]
-    assert small["--attention-dropout"] == ["0"]
+    assert small["--attention-dropout"] == small["--num-workers"] == ["0"]
     batch, micro = int(small["--global-batch-size"][0]), int(small["--micro-batch-size"][0])
     assert batch // micro // 2 % 2 == 0, "an interleaved pipeline takes micro-batches in groups of its stages"
 
