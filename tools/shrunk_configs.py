@@ -186,6 +186,8 @@ def shrunk(case: Configuration, folder: str, data: str, without: Collection[str]
         words += ["--train-samples", str(STEPS * _batch(case)), "--lr-decay-samples", str(20 * _batch(case))]
     if "--micro-batch-size" not in case.given:
         words += ["--micro-batch-size", str(_micro_batch(case))]
+    if "--fp16" in case.given and "--initial-loss-scale" not in case.given:
+        words += ["--initial-loss-scale", "1024"]  # with Megatron's default, all of a few steps are skipped
     if "--fim-data" in case.given:
         words += _MARKS
     return words

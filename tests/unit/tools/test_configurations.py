@@ -97,6 +97,12 @@ def test_plain_megatron_gathers_all_tokens_where_ranks_cut_experts() -> None:
     assert "--moe-token-dispatcher-type" not in whole.without and not whole.begins
 
 
+def test_a_short_run_in_fp16_skips_no_step() -> None:
+    assert "--initial-loss-scale" not in shrunk(Configuration("gpt/x", "regular", GIVEN), "/folder", "/data")
+    small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fp16": True}), "/folder", "/data"))
+    assert float(small["--initial-loss-scale"][0]) <= 2.0**15, "half of the largest number of the type"
+
+
 def test_the_marks_of_filling_in_the_middle_are_tokens() -> None:
     small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fim-data": True}), "/folder", "/data"))
     marks = [int(small[f"--fim-{mark}-token"][0]) for mark in ("prefix", "middle", "suffix", "pad", "eod")]
