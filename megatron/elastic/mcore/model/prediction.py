@@ -4,6 +4,9 @@ They are part of the head's unit. Each of them takes the output of the one befor
 tokens, and its own output goes through the same output layer. So both ends of the model look tokens up: the weight of
 the word embeddings is a state-only unit, like that of an output layer tied to it, whether the two are tied or not.
 
+They read what the model's last layer makes, behind the final norm. So that norm is part of the last layer's unit, where
+Megatron has it too: with a layout the head may be in another chunk.
+
 Invariant: the layers draw dropout masks, and count the tokens of experts, under numbers that no layer of the model has.
 The embedding draws the masks of its use at the first layer, with whatever copy of it a rank computes.
 """
@@ -17,12 +20,17 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 
-__all__ = ["build_prediction", "further_unit", "further_units", "prediction_spec", "predicts"]
+__all__ = ["build_prediction", "final_norm_unit", "further_unit", "further_units", "prediction_spec", "predicts"]
 
 
 def predicts(config: Any) -> int:
     """Return how many further tokens the model predicts."""
     return int(getattr(config, "mtp_num_layers", None) or 0)
+
+
+def final_norm_unit(config: Any, units: int) -> int:
+    """Return which of the model's ``units`` has the final norm: the head, or the last layer."""
+    return units - 2 if predicts(config) else units - 1
 
 
 def prediction_spec(config: Any, layer: Any, fused: bool) -> Any:

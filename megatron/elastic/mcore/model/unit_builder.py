@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
-from megatron.elastic.mcore.model.prediction import build_prediction
+from megatron.elastic.mcore.model.prediction import build_prediction, final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 
 __all__ = ["BuildSite", "Modules", "UnitBuilder"]
@@ -77,6 +77,8 @@ class UnitBuilder:
                 modules = self._head(site)
             else:
                 modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
+                if unit == final_norm_unit(site.model, self.units):
+                    modules["decoder.final_layernorm"] = self._final_norm(site)
         for module in modules.values():
             if site.place is not None:
                 site.place.settle(module)
@@ -121,13 +123,13 @@ class UnitBuilder:
         return embedding  # type: ignore[no-any-return]
 
     def _head(self, site: BuildSite) -> Modules:
-        modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
-        if prediction is not None:
-            layers = build_prediction(prediction, _to_build_with(site.layers), site.building)
-            if site.place is not None:
-                site.place.deal_experts(layers, site.building)
-            modules |= {"embedding": self._embedding(site), "mtp": layers}
-        return {**modules, "output_layer": self._output_layer(site)}
+        prediction, output = self.layer_specs.prediction, self._output_layer(site)
+        if prediction is None:
+            return {"decoder.final_layernorm": self._final_norm(site), "output_layer": output}
+        layers = build_prediction(prediction, _to_build_with(site.layers), site.building)
+        if site.place is not None:
+            site.place.deal_experts(layers, site.building)
+        return {"embedding": self._embedding(site), "mtp": layers, "output_layer": output}
 
     def _final_norm(self, site: BuildSite) -> torch.nn.Module:
         norm = self.inner.decoder.submodules.layer_norm
