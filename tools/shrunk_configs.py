@@ -160,18 +160,11 @@ def _batch(case: Configuration) -> int:
 
 # ---------------------------------------------------------------- arguments
 
-_MARKS = [
-    word
-    for number, mark in enumerate(("prefix", "middle", "suffix", "pad", "eod"), 250)
-    for word in (f"--fim-{mark}-token", str(number))
-]
-"""The marks of filling in the middle, as tokens that the data set does not have."""
-
 
 def shrunk(case: Configuration, folder: str, data: str, without: Collection[str] = ()) -> list[str]:
     """Return the arguments of ``pretrain_gpt.py`` for ``case`` at CPU size.
 
-    ``folder``: for what the run writes. ``data``: prefix of a data set of tokens below 250. ``without``: flags to leave
+    ``folder``: for what the run writes. ``data``: prefix of a data set of tokens below 255. ``without``: flags to leave
     out.
     """
     words = []
@@ -188,8 +181,6 @@ def shrunk(case: Configuration, folder: str, data: str, without: Collection[str]
         words += ["--micro-batch-size", str(_micro_batch(case))]
     if "--fp16" in case.given and "--initial-loss-scale" not in case.given:
         words += ["--initial-loss-scale", "1024"]  # with Megatron's default, all of a few steps are skipped
-    if "--fim-data" in case.given:
-        words += _MARKS
     return words
 
 

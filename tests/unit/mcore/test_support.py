@@ -51,6 +51,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--optimizer", {"optimizer": "muon"}),
     ("--ckpt-format", {"ckpt_format": "fsdp_dtensor"}),
     ("--dataloader-type", {"dataloader_type": "external"}),
+    ("--fim-data", {"fim_data": True}),
     ("--inprocess-restart", {"inprocess_restart": True}),
 ]
 

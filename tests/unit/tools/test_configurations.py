@@ -11,7 +11,7 @@ import yaml
 
 from tools.configuration_tables import PAGE, RECORD, losses_of, page
 from tools.example_arguments import EXAMPLES, Example
-from tools.functional_configs import WORDS, fault_for
+from tools.functional_configs import fault_for
 from tools.shrunk_configs import Configuration, Reference, configurations, ranks, shrunk
 
 GIVEN: dict[str, Any] = {
@@ -101,12 +101,6 @@ def test_a_short_run_in_fp16_skips_no_step() -> None:
     assert "--initial-loss-scale" not in shrunk(Configuration("gpt/x", "regular", GIVEN), "/folder", "/data")
     small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fp16": True}), "/folder", "/data"))
     assert float(small["--initial-loss-scale"][0]) <= 2.0**15, "half of the largest number of the type"
-
-
-def test_the_marks_of_filling_in_the_middle_are_tokens() -> None:
-    small = values(shrunk(Configuration("gpt/x", "regular", {**GIVEN, "--fim-data": True}), "/folder", "/data"))
-    marks = [int(small[f"--fim-{mark}-token"][0]) for mark in ("prefix", "middle", "suffix", "pad", "eod")]
-    assert len(set(marks)) == 5 and min(marks) >= WORDS and max(marks) < int(small["--vocab-size"][0])
 
 
 def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> None:

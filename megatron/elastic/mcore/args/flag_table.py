@@ -79,7 +79,7 @@ _DATA = (
     "--num-dataset-builder-threads", "--no-mmap-bin-files", "--no-data-sharding",
     "--no-create-attention-mask-in-dataloader", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",
     "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--eval-iters", "--eval-interval",
-    "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-data", "--fim-rate", "--fim-spm-rate",
+    "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-rate", "--fim-spm-rate",
 )
 # fmt: on
 

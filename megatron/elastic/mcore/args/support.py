@@ -154,6 +154,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("other data orders", ("--dataloader-type",),
             lambda args: getattr(args, "dataloader_type", None) in ("external", "batch"), "works", "refused",
             "any rank must be able to read any sample by its number: use --dataloader-type single or cyclic"),
+    Feature("filling in the middle", ("--fim-data",), _any("fim_data"), "works", "refused",
+            "where a sample is cut depends on the samples read before, and a step may be read again: prepare such "
+            "samples ahead"),
     Feature("skipped iterations", ("--iterations-to-skip", "--result-rejected-tracker-filename"),
             _any("iterations_to_skip", "result_rejected_tracker_filename"), "works", "works",
             "with --elastic every rank must find the same iterations in the tracker file, to which no rank adds"),
