@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
-from tools import configuration_tables, installations, peer_tables, version_table
+from tools import configuration_tables, installations, peer_tables, suite_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
 from tools.simulation_docs import rewritten
@@ -132,6 +132,13 @@ SECTIONS = (
     ),
     Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", tables.overhead),
     Section(
+        "watching",
+        "What does watching a job cost?",
+        "Live page with a client that follows it, metrics scraped every second, event log, and scalars of every step "
+        "in TensorBoard: all on beside all off. CPU time is that of all ranks and the launcher.",
+        tables.watching,
+    ),
+    Section(
         "overlap",
         "What does communication cost behind computation?",
         "`--elastic-overlap both` beside `none`, with kernels as timed waits, which leave the processor free as an "
@@ -238,6 +245,26 @@ SECTIONS = (
         "4 ranks, PP 2 × DP 2, no dropout. Figures are the largest relative deviation of a loss from the same training "
         "by plain Megatron, undisturbed, or never interrupted.",
         version_table.table,
+    ),
+    Section(
+        "torch_suite",
+        "Which of PyTorch's distributed tests pass?",
+        "PyTorch's own tests (`torch.testing._internal.distributed.distributed_test`), unchanged, on backend `elastic` "
+        "and on gloo beside it. On `elastic` the tests reserved to MPI run too: all-to-all on the CPU.",
+        suite_tables.counts_and_reasons,
+    ),
+    Section(
+        "fault_tolerance_suite",
+        "Which of PyTorch's tests of process groups that change pass?",
+        "`test/distributed/test_c10d_fault_tolerance.py` of PyTorch's repository, unchanged.",
+        suite_tables.counts_and_reasons,
+    ),
+    Section(
+        "torchft_suite",
+        "Which of torchft's tests pass?",
+        "Its manager, LocalSGD, DiLoCo, process groups and lighthouse, unchanged, with `ProcessGroupElastic` in place "
+        "of its group over gloo, and with that one beside it.",
+        suite_tables.counts_and_reasons,
     ),
     Section(
         "install",

@@ -201,6 +201,32 @@ def overhead(figures: Figures) -> str:
     return f"{figures['ranks']} ranks, one mirror.\n\n{table(('figure', 'median (lowest to highest)'), rows)}"
 
 
+def watching(figures: Figures) -> str:
+    """Shares of a step's CPU time, ratios of whole steps, and times of scrapes."""
+    titles = {
+        "events": "events of all ranks",
+        "scalars": "this project's scalars",
+        "scalar_writer": "TensorBoard's thread, for them",
+        "published": "the committed step for the launcher (always on)",
+        "launcher": "launcher: page, its client, and metrics",
+        "total": "all of these",
+        "megatron_scalars": "Megatron's own scalars (not counted: plain Megatron writes them too)",
+    }
+    rows = [(f"{title} (% of a step's CPU time)", spread(figures["share"][key], 100)) for key, title in titles.items()]
+    scrapes = figures["scrape_ms"]
+    rows += [
+        ("launcher (ms of CPU time a second)", spread(figures["launcher_seconds_a_second"]["with"], 1e3)),
+        ("the same, all off", spread(figures["launcher_seconds_a_second"]["without"], 1e3)),
+        ("CPU time of a step, on / off", spread(figures["cpu_ratio"])),
+        ("step time, on / off", spread(figures["step_ratio"])),
+        ("answer to a scrape while the job trains (ms)", spread(scrapes["training"])),
+        ("answer to a scrape while a rank is stopped (ms)", spread(scrapes["stopped"])),
+    ]
+    step = figures["step_seconds"]["without"]["median"]
+    of = f"{figures['ranks']} ranks, a step of {number(step)} s"
+    return f"{of}.\n\n{table(('figure', 'median (lowest to highest)'), rows)}"
+
+
 def overlap(figures: Figures) -> str:
     """What of reduce, ship and gather is left beyond computation, and what mirrors and votes then cost."""
     titles = {

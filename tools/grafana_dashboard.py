@@ -52,6 +52,14 @@ _GRAPHS = (
         ((f"max by (instance, rank) ({_M}worker_idle_seconds{_OF_JOB})", "{{instance}} rank {{rank}}"),),
         "s",
     ),
+    (
+        "Tokens of the busiest rank and expert, to the mean (jobs with experts that ranks share)",
+        (
+            (f"max({_M}expert_rank_load_ratio{_OF_JOB})", "rank"),
+            (f"max by (layer) ({_M}expert_load_ratio{_OF_JOB})", "expert of layer {{layer}}"),
+        ),
+        "none",
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """Run torchft's own tests on ``ProcessGroupElastic``, and on its process group over gloo beside it.
 
-    python -m tools.torchft_suite [--packages DIR] [--only REGEX] [--write docs/measured/torchft_suite.json]
+    python -m tools.torchft_suite [--only REGEX] [--kept DIR] [--write docs/measured/torchft_suite.json]
 
 The tests are those of torchft's wheel, unchanged: integration of its manager, LocalSGD and DiLoCo with its own
 lighthouse, process groups. They name the class ``ProcessGroupGloo``; on ``elastic`` the name leads to ours. Where
@@ -12,9 +12,7 @@ that trains does not have them. Each pass is a process of its own. The exit code
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import re
 import subprocess
@@ -22,13 +20,12 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.torch_suite import ROOT, Outcome, outcome_of, record, summary
+from tools.suites import ROOT, Outcome, outcomes, parser, record, run_tests, told
 
-__all__ = ["BACKENDS", "install", "results"]
+__all__ = ["BACKENDS", "install", "results", "run"]
 
 MODULES = (
     "manager_integ_test",
@@ -64,65 +61,33 @@ def _tests(backend: str) -> Iterator[unittest.TestCase]:
 
 
 def _run_pass(backend: str, only: str, into: Path) -> None:
-    with into.open("w", encoding="utf-8") as lines:
-        for test in _tests(backend):
-            name = test.id().removeprefix("torchft.")
-            if OTHERS.search(name) or not re.search(only, name):
-                continue
-            lines.write(json.dumps(asdict(outcome_of(unittest.TestSuite([test]), name))) + "\n")
-            lines.flush()
+    named = ((test.id().removeprefix("torchft."), test) for test in _tests(backend))
+    wanted = ((name, test) for name, test in named if not OTHERS.search(name) and re.search(only, name))
+    run_tests(((name, unittest.TestSuite([test])) for name, test in wanted), into)
     os._exit(0)  # torchft's servers have threads that do not end
 
 
-def results(backend: str, packages: Path, only: str = "") -> list[Outcome]:
+def results(backend: str, packages: Path, only: str = "", kept: Path | None = None) -> list[Outcome]:
     """Run the tests on ``backend``. Raises ``CalledProcessError`` if the process fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        into, log = Path(folder) / "outcomes", Path(folder) / "log"
-        command = [sys.executable, "-m", "tools.torchft_suite", "--pass-on", backend, "--only", only]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{packages}",
-            "OMP_NUM_THREADS": "1",
-            "WRITE_FIXTURE": "true" if backend == BACKENDS[0] else "false",
-        }
-        with log.open("w", encoding="utf-8") as printed:
-            done = subprocess.run(
-                [*command, "--into", str(into)], cwd=ROOT, env=environment, stdout=printed, stderr=printed, check=False
-            )
-        if done.returncode:
-            sys.stderr.write(log.read_text(encoding="utf-8")[-6000:])
-            raise subprocess.CalledProcessError(done.returncode, command)
-        return [Outcome(**json.loads(line)) for line in into.read_text(encoding="utf-8").splitlines()]
+    variables = {"PYTHONPATH": f"{ROOT}:{packages}", "WRITE_FIXTURE": "true" if backend == BACKENDS[0] else "false"}
+    lines = kept / f"torchft-{backend}.jsonl" if kept else None
+    return outcomes("tools.torchft_suite", ["--pass-on", backend, "--only", only], variables, lines)
 
 
-def run(packages: Path, only: str = "") -> dict[str, dict[str, Any]]:
+def run(packages: Path, only: str = "", kept: Path | None = None) -> dict[str, dict[str, Any]]:
     """Run all passes and print the failures; counts and reasons, by backend."""
-    suites = {}
-    for backend in BACKENDS:
-        found = results(backend, packages, only)
-        suites[backend] = summary(found)
-        for outcome in found:
-            if outcome.status == "failed":
-                print(f"{backend}: {outcome.test} failed\n{outcome.reason}\n")
-        print(
-            backend, *(f"{suites[backend][status]} {status}" for status in ("passed", "failed", "skipped")), flush=True
-        )
-    return suites
+    return {backend: told(backend, results(backend, packages, only, kept)) for backend in BACKENDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and, if asked, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="tests whose name matches (default: all)")
-    parser.add_argument("--packages", type=Path, metavar="DIR", help="a folder with torchft (default: install it)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="record the counts and reasons as JSON")
-    parser.add_argument("--pass-on", help=argparse.SUPPRESS)
-    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args(arguments)
+    flags = parser(__doc__ or "")
+    flags.add_argument("--packages", type=Path, metavar="DIR", help="a folder with torchft (default: install it)")
+    chosen = flags.parse_args(arguments)
     if chosen.pass_on:
         _run_pass(chosen.pass_on, chosen.only, chosen.into)
     with tempfile.TemporaryDirectory() as folder:
-        suites = run(chosen.packages or install(Path(folder)), chosen.only)
+        suites = run(chosen.packages or install(Path(folder)), chosen.only, chosen.kept)
     if chosen.write:
         record(chosen.write, "tools.torchft_suite", suites)
     return int(bool(suites["elastic"]["failed"]))

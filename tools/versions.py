@@ -155,7 +155,7 @@ class Environment:
 
 
 def _installed(command: Sequence[str], tree: Path, variables: Mapping[str, str] | None = None) -> None:
-    """Run one command of an installation. Raises :class:`Failed` with its last line."""
+    """Run one command of an installation. Raises :class:`Failed` with its last line; stderr has all that it wrote."""
     done = subprocess.run(
         command,
         cwd=tree,
@@ -165,6 +165,7 @@ def _installed(command: Sequence[str], tree: Path, variables: Mapping[str, str] 
         text=True,
         check=False,
     )
+    sys.stderr.write(done.stderr)
     if done.returncode:
         raise Failed((done.stderr.strip().splitlines() or ["no output"])[-1])
 

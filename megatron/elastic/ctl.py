@@ -14,9 +14,9 @@ ranks of it then asks for ``--yes``. Every answer names the job.
     admit       start ranks again that had been given up (--ranks, default: all such); spares named are put to work,
                 as further replicas
     checkpoint  save at the next boundary and go on
-    reshape     go on with other tensor-, pipeline- and data-parallel sizes (--tp 2 --pp 4 --dp 1): state moves while
-                steps go on. Returns when the sizes are in force, or says in one line why they cannot be; interrupting
-                it does not withdraw the request
+    reshape     go on with other parallel sizes (--tp 2 --cp 2 --pp 4 --dp 1): state moves while steps go on. Returns
+                when the sizes are in force, or says in one line why they cannot be; interrupting it does not withdraw
+                the request
 """
 
 from __future__ import annotations
@@ -143,10 +143,11 @@ def _command(do: str, ranks: tuple[int, ...]) -> Command:
 
 def _reshape(args: argparse.Namespace) -> int:
     """Raises :class:`CtlError`."""
-    if args.do != "reshape" or args.ranks or min(args.tp, args.pp, args.dp) < 1:
-        raise CtlError("reshape takes --tp, --pp and --dp, each at least 1, and no other command does")
+    context = 1 if args.cp is None else args.cp
+    if args.do != "reshape" or args.ranks or min(args.tp, context, args.pp, args.dp) < 1:
+        raise CtlError("reshape takes --tp, --pp, --dp and, if not 1, --cp, each at least 1, and no other command does")
     run_id, node = choose(args.run_id, consoles())
-    found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp))
+    found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp, context))
     print(f"job {run_id}: {found.text}")
     return 0
 
@@ -185,6 +186,9 @@ def main(argv: list[str]) -> int:
         parser.add_argument(
             flag, type=int, default=0, help=f"For reshape, required: {axis}-parallel size to go on with, at least 1."
         )
+    parser.add_argument(
+        "--cp", type=int, help="For reshape: context-parallel size to go on with, at least 1. Default: 1."
+    )
     args = parser.parse_args(argv)
     if args.do != "status" and (args.json or args.watch is not None):
         print(f"error: {args.do} takes neither --json nor --watch: they are for status", file=sys.stderr)
@@ -198,7 +202,7 @@ def main(argv: list[str]) -> int:
     try:
         if args.do == "doctor":
             return _doctor(args.run_id, args.store)
-        if args.do == "reshape" or args.tp or args.pp or args.dp:
+        if args.do == "reshape" or args.tp or args.pp or args.dp or args.cp is not None:
             return _reshape(args)
         command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
         run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))

@@ -49,6 +49,8 @@ STOPPED = 0.12
 """Share of workers that are stopped instead of killed."""
 SUCCESSOR_TOO = 0.3
 """Share of the ranks that take a lost one's place and are killed as well, on their way back."""
+SUCCESSORS = 2
+"""At most so many in a row: the launcher gives a rank up after three starts that failed before it had joined."""
 
 
 def workers(launcher: int) -> dict[int, int]:
@@ -92,7 +94,9 @@ class Havoc:
         here, rank = workers(self._job.pid), self._rng.randrange(len(self.lost))
         self._lose(rank, here[rank], signal.SIGSTOP if self._rng.random() < STOPPED else signal.SIGKILL)
         before = here[rank]
-        while self._rng.random() < SUCCESSOR_TOO:
+        for _ in range(SUCCESSORS):
+            if self._rng.random() >= SUCCESSOR_TOO:
+                break
             time.sleep(self._rng.uniform(0.0, 3.0))
             after = workers(self._job.pid).get(rank, before)
             if after != before:

@@ -30,17 +30,21 @@ TOLERANCE = 1e-5
 
 
 @cache
-def _reference(scenario: Scenario, cut: bool, parts: bool, experts: tuple[int, int] | None) -> RankProcess:
-    return run(scenario, Program(cut=cut, parts=parts, experts=experts)).finished[0]
+def _reference(scenario: Scenario, cut: bool, parts: bool, experts: tuple[int, int] | None, grid: bool) -> RankProcess:
+    return run(scenario, Program(cut=cut, parts=parts, experts=experts, grid=grid)).finished[0]
 
 
 def undisturbed(
-    scenario: Scenario, cut: bool = False, parts: bool = False, experts: tuple[int, int] | None = None
+    scenario: Scenario,
+    cut: bool = False,
+    parts: bool = False,
+    experts: tuple[int, int] | None = None,
+    grid: bool = False,
 ) -> RankProcess:
-    """A rank of the same job without any fault. ``cut``, ``parts``, ``experts``: of :class:`Program`."""
+    """A rank of the same job without any fault. The other arguments are fields of :class:`Program`."""
     exact = (("exact", True),) if config_of(scenario).exact else ()
     plain = replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=())
-    return _reference(plain, cut, parts, experts)
+    return _reference(plain, cut, parts, experts, grid)
 
 
 def check(cluster: Cluster, settled: bool = False) -> None:
@@ -65,7 +69,7 @@ def _check(cluster: Cluster, settled: bool) -> None:
     _check_told(cluster)
     tolerance = 0.0 if config_of(scenario).exact else TOLERANCE
     program, shortened = cluster.program, replace(scenario, steps=last_step(cluster))
-    reference = undisturbed(shortened, program.cut, program.parts, program.experts)
+    reference = undisturbed(shortened, program.cut, program.parts, program.experts, program.grid)
     for process in cluster.processes:
         _check_computed(process, reference, tolerance)
     _check_held(cluster, settled)

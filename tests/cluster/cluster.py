@@ -52,6 +52,7 @@ from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJournal
 from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
+from tests.cluster.grid_model import GridModel
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.routed_model import EXPERTS, RoutedModel
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
@@ -100,6 +101,8 @@ class Program:
     """Cut the sequence over the ranks of a cell too."""
     parts: bool = False
     """The ranks of a cell share the sequence instead of the weights: the layout's tensor size is the context size."""
+    grid: bool = False
+    """Train the model that is cut over tensor-parallel groups, and whose sequence is cut over these groups."""
     experts: tuple[int, int] | None = None
     """(sets of experts, ranks with a part of each): with ``parts``, of layers whose experts ranks share."""
     events: Path | None = None
@@ -133,7 +136,7 @@ def topology_of(scenario: Scenario, parts: bool = False, experts: tuple[int, int
         raise ValueError(f"{layout}: a rank of the cluster has one chunk")
     cuts = [UNITS * stage // layout.pipeline for stage in range(layout.pipeline + 1)]
     grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
-    tensor, context = (1, layout.tensor) if parts else (layout.tensor, 1)
+    tensor, context = (1, layout.tensor) if parts else (layout.tensor, layout.context)
     sizes, chunks = (tensor, layout.pipeline, layout.data), tuple(pairwise(cuts))
     found = LaunchTopology(*sizes, chunks, grid, extra=scenario.spares, context=context)
     if experts is None:
@@ -157,7 +160,10 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
         return RoutedModel(UNITS, units, place, fabric, program.experts[1])
     if program.parts:
         ranks = topology.cell_of(rank).ranks
-        return SharedModel(UNITS, units, CellPlace(ranks, ranks.index(rank), parts=len(ranks)), fabric)
+        return SharedModel(UNITS, units, CellPlace(ranks, ranks.index(rank), team=1), fabric)
+    if program.grid:
+        ranks, team = topology.cell_of(rank).ranks, topology.tensor if topology.context > 1 else None
+        return GridModel(UNITS, units, CellPlace(ranks, ranks.index(rank), team=team), fabric)
     if topology.tensor == 1 and not program.cut:
         return TinyModel(UNITS, units)
     place = CellPlace(topology.cell_of(rank).ranks, topology.shard(rank))

@@ -126,17 +126,17 @@ class CutModel(UnitChain):
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
-        tensor = len(self._launched.ranks)
+        tensor = len(self._launched.tensor_ranks)
         return tuple(sorted({overlap.shard for name in CUT_DIM for overlap in overlaps(name, position, tensor)}))
 
     def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
         """See :class:`ModelInterface`."""
-        tensor = len(self._launched.ranks)
+        tensor = len(self._launched.tensor_ranks)
         return None if place.position.count == tensor else overlaps(spec.name, place.position, tensor)
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
-        return -(-HIDDEN // count) * 1_000_000 // HIDDEN
+        return -(-HIDDEN // tensor) * 1_000_000 // HIDDEN if parts == 1 else None
 
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
@@ -144,7 +144,7 @@ class CutModel(UnitChain):
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
         """See :class:`ModelInterface`."""
-        tensor = len(self._launched.ranks)
+        tensor = len(self._launched.tensor_ranks)
         items = []
         for name, parameter in self._parameters[unit].items():
             shape = shape_at_launch(name, tensor)
@@ -188,8 +188,8 @@ class CutModel(UnitChain):
         return self._added(whole)
 
     def _added(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of the cell."""
-        total, ranks = values.clone(), self._place.ranks
+        """The sum over the tensor-parallel group."""
+        total, ranks = values.clone(), self._place.tensor_ranks
         if len(ranks) > 1:
             dist.all_reduce(total, group=self._fabric.group("tensor", ranks))
         return total

@@ -85,8 +85,24 @@ class UnitChain:
         return whole
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all positions of an output, for the loss."""
+        """Return the positions of an output whose loss this rank computes."""
         return x
+
+    def _compared(self, target: torch.Tensor) -> torch.Tensor:
+        """Return the positions of a target that :meth:`_whole` has."""
+        return target
+
+    def _over_parts(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sums over all ranks that compute the loss of other positions."""
+        return sums
+
+    def refusal(self, tensor: int, parts: int) -> str:
+        """See :class:`ModelInterface`."""
+        return ""
+
+    def objection(self, parts: int) -> str:
+        """See :class:`ModelInterface`."""
+        return ""
 
     def activation_bytes(self, unit: int) -> int:
         """See :class:`ModelInterface`."""
@@ -113,9 +129,9 @@ class UnitChain:
             x = self._run(unit, x)
         if not last:
             return x
-        loss = (self._whole(x) - batch["target"].transpose(0, ROW_DIM)).square().mean(-1).sum()
-        tokens = torch.tensor(LENGTH * len(piece.rows))
-        return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
+        loss = (self._whole(x) - self._compared(batch["target"].transpose(0, ROW_DIM))).square().mean(-1).sum()
+        total, tokens = self._over_parts(loss.detach().double()), torch.tensor(LENGTH * len(piece.rows))
+        return LossOutput(loss, tokens, {"loss": torch.stack([total, tokens.double()])})
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """See :class:`ModelInterface`."""
@@ -169,9 +185,9 @@ class TinyModel(UnitChain):
     def overlaps(self, spec: ParamSpec, place: CellPlace) -> None:
         """See :class:`ModelInterface`: every parameter is one shard's."""
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
-        return 1_000_000 if count == 1 else None
+        return 1_000_000 if (tensor, parts) == (1, 1) else None
 
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """See :class:`ModelInterface`."""

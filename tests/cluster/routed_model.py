@@ -76,9 +76,9 @@ class RoutedModel(SharedModel):
     def _undefined(self) -> torch.nn.Parameter:
         return torch.nn.Parameter(torch.full((WIDTH, WIDTH // self._cut), float("nan")))
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`: cells have the launch's size."""
-        return super().largest_part(count, parameters) if count == self._launched else None
+        return super().largest_part(tensor, parts, parameters) if parts == self._launched else None
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
         """See :class:`ModelInterface`."""

@@ -6,16 +6,14 @@ those before it, wherever they are, as under a causal mask. The ranks of a cell 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.compute.model_interface import ROW_DIM, CellPlace, ForwardStep, LossOutput
+from megatron.elastic.engine.compute.model_interface import CellPlace
 from megatron.elastic.engine.compute.sequence_cut import Run, SequenceCut, length_of, taken
-from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
 from tests.cluster.cut_model import Mapped
@@ -42,10 +40,11 @@ class SharedModel(TinyModel):
         """See :class:`ModelInterface`."""
         return (0,)
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
-        longest = max(length_of(CUT.held(index, count)) for index in range(count))
-        return longest * 1_000_000 // LENGTH if count <= LENGTH else None
+        if tensor > 1 or parts > LENGTH:
+            return None
+        return max(length_of(CUT.held(index, parts)) for index in range(parts)) * 1_000_000 // LENGTH
 
     def cut_sequence(self) -> SequenceCut | None:
         """See :class:`ModelInterface`."""
@@ -55,26 +54,14 @@ class SharedModel(TinyModel):
         """See :class:`ModelInterface`."""
         return torch.Size((length_of(self._runs), rows, WIDTH)), torch.float32
 
-    def forward(
-        self,
-        step: ForwardStep,
-        piece: Piece,
-        place: tuple[int, int],
-        source: torch.Tensor | None,
-        batches: Iterator[Any],
-    ) -> torch.Tensor | LossOutput:
-        """See :class:`ModelInterface`."""
-        first, last = piece.first == 0, piece.end == self.compute_units
-        batch = next(batches) if first or last else {}
-        x = taken(batch["input"].transpose(0, ROW_DIM), self._runs, 0) if source is None else source
-        for unit in range(piece.first, piece.end):
-            x = self._run(unit, x)
-        if not last:
-            return x
-        target = taken(batch["target"].transpose(0, ROW_DIM), self._runs, 0)
-        loss = (x - target).square().mean(-1).sum()
-        sums = self._added(torch.tensor([float(loss.detach()), float(x.shape[0] * x.shape[1])], dtype=torch.float64))
-        return LossOutput(loss, sums[1], {"loss": sums.float()})
+    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        return taken(whole, self._runs, 0)
+
+    def _compared(self, target: torch.Tensor) -> torch.Tensor:
+        return taken(target, self._runs, 0)
+
+    def _over_parts(self, sums: torch.Tensor) -> torch.Tensor:
+        return self._added(sums)
 
     @property
     def _runs(self) -> tuple[Run, ...]:

@@ -47,10 +47,10 @@ def test_a_gradient_that_stays_so_ends_the_job() -> None:
         run("steps=3", Program(samples=Broken(5, times=100)))
 
 
-def test_an_action_that_fails_on_one_rank_fails_on_all() -> None:
-    failed = []
+def fails_on_rank_2(failed: list[tuple[int, int, str]]) -> Program:
+    """After each step an action that one rank cannot do; ``failed`` receives what each rank is told of it."""
 
-    def save(process: RankProcess, step: int) -> None:
+    def fenced(process: RankProcess, step: int) -> None:
         def body() -> None:
             if process.rank == 2:
                 raise OSError("no space left")
@@ -61,6 +61,23 @@ def test_an_action_that_fails_on_one_rank_fails_on_all() -> None:
         except ActionFailed as error:
             failed.append((process.rank, step, str(error)))
 
-    cluster = run("steps=2", Program(fenced=save))
-    check(cluster)
+    return Program(fenced=fenced)
+
+
+def test_an_action_that_fails_on_one_rank_fails_on_all() -> None:
+    failed: list[tuple[int, int, str]] = []
+    check(run("steps=2", fails_on_rank_2(failed)))
     assert sorted(failed) == [(rank, step, "no space left") for rank in range(4) for step in (1, 2)]
+
+
+@pytest.mark.parametrize("point", ["in_recovery_promote", "in_recovery_resume"])
+def test_it_fails_on_those_too_that_a_loss_keeps_from_the_end_of_that_recovery(point: str) -> None:
+    """Some ranks have gone on then, others have not. If the rank that failed is lost before, the action is repeated."""
+    for seed in range(8):
+        for lost in (0, 2):
+            failed: list[tuple[int, int, str]] = []
+            scenario = f"steps=2 seed={seed} mirrors=2 back=never kill:rank={lost},step=1,point={point}"
+            check(run(scenario, fails_on_rank_2(failed)))
+            told = {rank for rank, step, _ in failed if step == 1} - {lost}
+            assert told in ({rank for rank in range(4) if rank != lost}, set()), f"{scenario}: {failed}"
+            assert told or lost == 2, scenario

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.elastic.control.observations import ExpertLoads
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.even_homes import EvenHomes
+from megatron.elastic.runtime.publish import loads_of
 from megatron.elastic.state.expert_load import SPAN
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Program, run
@@ -32,11 +34,15 @@ def trained(name: str, *words: str) -> list[Engine]:
     return [process.engine for process in cluster.finished if process.engine is not None]
 
 
-def imbalance(engine: Engine) -> float:
+def shown(engine: Engine) -> ExpertLoads:
+    """The load as users see it."""
     load = engine.tools.settings.hyper.load
     assert load is not None
-    tokens = load.tokens(engine.record.expert_load)
-    return engine.view.assignment.imbalance(tokens)
+    return loads_of(engine.record, engine.view, load)
+
+
+def imbalance(engine: Engine) -> float:
+    return shown(engine).imbalance
 
 
 @pytest.mark.parametrize(
@@ -49,6 +55,7 @@ def test_experts_move_until_their_load_is_even(name: str) -> None:
         homes = dict(engine.view.assignment.rehomed)
         assert homes and all(len(experts) == 2 for experts in homes.values()), "two experts of four on each cell"
         assert imbalance(engine) == EVEN
+        assert {one.ratio for one in shown(engine).busiest} == {2.0}, "half of the positions, of four experts"
 
 
 def test_in_the_last_steps_no_expert_moves() -> None:

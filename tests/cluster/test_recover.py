@@ -68,7 +68,7 @@ def test_ranks_that_all_ask_for_a_generation_recover_in_one_without_a_loss() -> 
     assert len(over) == 4 and len(set(over)) == 1
     for process in cluster.finished:
         (outcome,) = process.recoveries
-        assert outcome.lost_steps == 0 and outcome.promoted == () and outcome.failure is None
+        assert outcome.lost_steps == 0 and outcome.promoted == () and outcome.failures == {}
 
 
 @pytest.mark.parametrize("seed", range(3))

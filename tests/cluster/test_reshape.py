@@ -23,15 +23,16 @@ from tests.cluster.test_cells_of_any_size import engine_of, masters, move_to, pa
 from tests.cluster.test_random import DELAYS, QUICK, SEEDS, kills
 from tests.scenario.scenario import Layout, Scenario
 
-CUT = Program(cut=True)
+CUT, GRID = Program(cut=True), Program(grid=True)
 WHOLE_JOB = (*STEP_POINTS, "between_steps", "in_evaluate")
 ON_THE_WAY = ("in_migration_begin", "in_migration_finish", "in_migration_switch")
 RECOVERY = ("in_recovery_freeze", "in_recovery_decide", "in_recovery_edit", "in_recovery_promote", "in_recovery_resume")
 
 
-def grids(ranks: int) -> list[ParallelSizes]:
-    """All sizes of that many ranks that the model's units allow."""
-    sizes = (ParallelSizes(t, p, ranks // t // p) for t in range(1, ranks + 1) for p in range(1, UNITS + 1))
+def grids(ranks: int, context: int = 1) -> list[ParallelSizes]:
+    """All sizes of that many ranks that the model's units allow. ``context``: parts of the sequence."""
+    rest = ranks // context
+    sizes = (ParallelSizes(t, p, rest // t // p, context) for t in range(1, rest + 1) for p in range(1, UNITS + 1))
     return [one for one in sizes if one.ranks == ranks]
 
 
@@ -50,8 +51,22 @@ PAIRS = [
 ]
 
 
+SHARED = [*grids(4), *grids(4, 2)]
+SHARED_PAIRS = [
+    pytest.param(before, after, marks=() if number % 19 == 7 else pytest.mark.slow, id=f"{before} to {after}")
+    for number, (before, after) in enumerate(
+        (before, after)
+        for before, after in permutations(SHARED, 2)
+        if before.context + after.context > 2
+        and after.data <= Scenario().micro_batches * before.data
+        and GROUPS % before.tensor == 0
+    )
+]
+"""Sizes of four ranks of which some share the sequence before, afterwards, or both."""
+
+
 def layout(sizes: ParallelSizes) -> str:
-    return str(Layout(*sizes))
+    return str(Layout(sizes.tensor, sizes.pipeline, sizes.data, context=sizes.context))
 
 
 def wish(sizes: ParallelSizes, step: int) -> str:
@@ -93,10 +108,30 @@ def test_every_sizes_into_every_other(before: ParallelSizes, after: ParallelSize
     assert len(list(dict.fromkeys(in_order))) <= 2 and in_order == sorted(in_order, key=in_order.index)
 
 
-@pytest.mark.parametrize("through", [["1|4|1", "4|1|1"], ["1|2|2", "3|1|1", "1|4|1"]], ids=str)
-def test_through_other_sizes_and_back_to_the_launchs(through: list[str]) -> None:
-    wishes = [f"reshape:to={to},step={2 + 6 * i}" for i, to in enumerate([*through, "2|2|1"])]
-    cluster = run(f"tp2pp2dp1 steps={6 + 6 * len(wishes)} {' '.join(wishes)}", CUT)
+@pytest.mark.parametrize(("before", "after"), SHARED_PAIRS)
+def test_ranks_that_share_the_sequence_into_others(before: ParallelSizes, after: ParallelSizes) -> None:
+    """Weights are replicated over the parts, so any sizes hold the state of any others."""
+    cluster = run(f"{layout(before)} steps=9 {wish(after, 2)}", GRID)
+    check(cluster, settled=True)
+    assert in_force(cluster) == after and told(cluster)[0] == "in force"
+    view = survivor(cluster).view
+    assert {len(cell.ranks) for cell in view.plan.cells} == {after.cell}
+
+
+@pytest.mark.parametrize(
+    ("start", "through", "program"),
+    [
+        ("2|2|1", ["1|4|1", "4|1|1"], CUT),
+        ("2|2|1", ["1|2|2", "3|1|1", "1|4|1"], CUT),
+        pytest.param("1|2|1|2", ["2|1|1|2", "4|1|1", "1|1|2|2"], GRID, marks=pytest.mark.slow),
+        pytest.param("2|2|1", ["1|2|1|2", "3|1|1", "2|1|1|2"], GRID, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_through_other_sizes_and_back_to_the_launchs(start: str, through: list[str], program: Program) -> None:
+    wishes = [f"reshape:to={to},step={2 + 6 * i}" for i, to in enumerate([*through, start])]
+    at_launch = layout(ParallelSizes(*map(int, start.split("|"))))
+    cluster = run(f"{at_launch} steps={6 + 6 * len(wishes)} {' '.join(wishes)}", program)
     check(cluster, settled=True)
     for process in cluster.finished:
         assert engine_of(process).view.assignment.shape is None and engine_of(process).view.assignment.is_nominal
@@ -104,8 +139,8 @@ def test_through_other_sizes_and_back_to_the_launchs(through: list[str]) -> None
 
 @settings(max_examples=4, deadline=None)
 @given(
-    st.sampled_from(["tp2pp2dp1", "tp4dp1", "dp4"]),
-    st.lists(st.sampled_from(grids(4) + grids(3) + grids(2)), min_size=2, max_size=4),
+    st.sampled_from(["tp2pp2dp1", "tp4dp1", "dp4", "tp2cp2dp1"]),
+    st.lists(st.sampled_from(grids(4) + grids(3) + grids(2) + grids(4, 2)), min_size=2, max_size=4),
     st.integers(0, 1000),
 )
 def test_state_is_bitwise_unchanged_by_changes_of_sizes_without_steps_between(
@@ -127,7 +162,7 @@ def test_state_is_bitwise_unchanged_by_changes_of_sizes_without_steps_between(
         wanted.update(before)
         held.update(masters(engine))
 
-    check(run(f"{start} steps=4 seed={seed} evaluate=0", Program(cut=True, fenced=fenced)))
+    check(run(f"{start} steps=4 seed={seed} evaluate=0", Program(grid=True, fenced=fenced)))
     assert wanted.keys() == held.keys()
     assert all(torch.equal(wanted[key], held[key]) for key in wanted), "masters or moments differ"
 
@@ -151,9 +186,28 @@ def test_a_loss_on_the_way(point: str, rank: int, back: str) -> None:
     assert lost_steps(cluster) == 0
     state, text = told(cluster)
     if back == "soon":
-        assert state == "in force" and in_force(cluster) == (1, 4, 1)
+        assert state == "in force" and in_force(cluster) == ParallelSizes(1, 4, 1)
     else:
         assert state == "in force" or "no more are expected" in text
+
+
+SHARED_KILLS = [
+    pytest.param(point, rank, to, marks=() if (number, rank) in ((1, 0), (9, 2)) else pytest.mark.slow)
+    for number, point in enumerate((*ON_THE_WAY, *WHOLE_JOB))
+    for rank in range(4)
+    for to in (("2|1|1|2",) if number % 2 else ("1|4|1",))
+]
+
+
+@pytest.mark.parametrize(("point", "rank", "to"), SHARED_KILLS)
+def test_a_loss_on_the_way_between_cells_that_share_the_sequence(point: str, rank: int, to: str) -> None:
+    """Launched as two stages of two parts each: into two parts of two ranks, or into one rank a stage."""
+    where = "" if point in ON_THE_WAY else ",step=5"
+    kill = f"kill:rank={rank},point={point}{where}"
+    cluster = run(f"cp2pp2dp1 steps=16 seed={rank} tensor=live-on {kill} reshape:to={to},step=2", GRID)
+    check(cluster)
+    assert lost_steps(cluster) == 0
+    assert in_force(cluster) == ParallelSizes(*map(int, to.split("|"))) and told(cluster)[0] == "in force"
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -163,47 +217,74 @@ def test_a_second_loss_in_the_recovery_from_a_loss_on_the_way(point: str, first:
     kills = f"kill:rank={first},point=in_migration_finish kill:rank={second},missing=1,point={point}"
     cluster = run(f"tp2pp2dp1 steps=16 seed={first} mirrors=2 {kills} reshape:to=4|1|1,step=2", CUT)
     check(cluster)
-    assert in_force(cluster) == (4, 1, 1)
+    assert in_force(cluster) == ParallelSizes(4, 1, 1)
+
+
+SCRIPTS = (st.lists(kills(), min_size=1, max_size=3).map(" ".join), SEEDS, DELAYS, st.sampled_from(["park", "live-on"]))
+
+
+def goes_through(
+    launch: str, program: Program, script: str, seed: int, back: float, tensor: str, through: list[ParallelSizes]
+) -> None:
+    """No step is lost, whatever is asked for and lost."""
+    wishes = " ".join(wish(sizes, 1 + 2 * i) for i, sizes in enumerate(through))
+    scenario = f"{launch} steps=10 seed={seed} back={back} mirrors=3 migrate_after=1 tensor={tensor} {script} {wishes}"
+    cluster = run(scenario, program)
+    check(cluster)
+    assert lost_steps(cluster) == 0
 
 
 @QUICK
-@given(
-    st.lists(kills(), min_size=1, max_size=3).map(" ".join),
-    SEEDS,
-    DELAYS,
-    st.sampled_from(["park", "live-on"]),
-    st.lists(st.sampled_from(grids(4) + grids(3)), min_size=1, max_size=3),
-)
+@given(*SCRIPTS, st.lists(st.sampled_from(grids(4) + grids(3)), min_size=1, max_size=3))
 def test_scripts_of_kills_returns_and_requests(
     script: str, seed: int, back: float, tensor: str, through: list[ParallelSizes]
 ) -> None:
-    wishes = " ".join(wish(sizes, 1 + 2 * i) for i, sizes in enumerate(through))
-    scenario = f"tp2pp2dp1 steps=10 seed={seed} back={back} mirrors=3 migrate_after=1 tensor={tensor} {script} {wishes}"
-    cluster = run(scenario, CUT)
-    check(cluster)
-    assert lost_steps(cluster) == 0
+    goes_through("tp2pp2dp1", CUT, script, seed, back, tensor, through)
+
+
+@pytest.mark.slow
+@QUICK
+@given(*SCRIPTS, st.lists(st.sampled_from(SHARED), min_size=1, max_size=3), st.sampled_from(["cp2pp2dp1", "tp2dp2"]))
+def test_scripts_of_kills_returns_and_requests_for_parts_of_the_sequence(
+    script: str, seed: int, back: float, tensor: str, through: list[ParallelSizes], launch: str
+) -> None:
+    goes_through(launch, GRID, script, seed, back, tensor, through)
 
 
 def survivor(cluster: Cluster) -> Engine:
     return engine_of(next(process for process in cluster.finished if process.incarnation == 0))
 
 
+def stays_in_force(sizes: ParallelSizes, tensor: str, rank: int, program: Program) -> Cluster:
+    """The cluster after a loss of the sizes, which the rank that returns completes."""
+    lost = f"kill:rank={rank},step=11,point=mid_backward"
+    cluster = run(f"tp2pp2dp1 steps=20 tensor={tensor} {lost} {wish(sizes, 2)}", program)
+    check(cluster)
+    view = survivor(cluster).view
+    assert view.assignment.base.sizes == sizes and view.assignment.is_nominal and not view.plan.parked
+    return cluster
+
+
 @pytest.mark.parametrize("tensor", ["park", "live-on"])
 @pytest.mark.parametrize("rank", range(4))
 def test_the_sizes_stay_in_force_after_a_loss(rank: int, tensor: str) -> None:
     """A loss is one of these sizes, and the rank that returns takes its own place in them."""
-    scenario = f"tp2pp2dp1 steps=20 tensor={tensor} kill:rank={rank},step=11,point=mid_backward reshape:to=4|1|1,step=2"
-    cluster = run(scenario, CUT)
-    check(cluster)
-    view = survivor(cluster).view
-    assert view.assignment.base.sizes == (4, 1, 1) and view.assignment.is_nominal and not view.plan.parked
+    stays_in_force(ParallelSizes(4, 1, 1), tensor, rank, CUT)
+
+
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2, 3))])
+def test_a_cell_that_came_to_share_the_sequence_goes_on_with_a_part_less(rank: int) -> None:
+    """Two parts of two ranks each: the whole group computes all of the sequence until the rank is back."""
+    cluster = stays_in_force(ParallelSizes(2, 1, 1, 2), "live-on", rank, GRID)
+    plans = next(process.plans for process in cluster.finished if process.incarnation == 0)
+    assert [len(cell.ranks) for cell in plans[0].cells] == [2] and [len(cell.ranks) for cell in plans[-1].cells] == [4]
 
 
 def test_new_nodes_join_for_larger_sizes() -> None:
     """Spares that the sizes need are admitted, then all ranks compute; more than one tensor-parallel size at once."""
     cluster = run("tp2pp2dp1 spares=4 steps=16 seed=1 reshape:to=4|2|1,step=2", CUT)
     check(cluster, settled=True)
-    assert in_force(cluster) == (4, 2, 1)
+    assert in_force(cluster) == ParallelSizes(4, 2, 1)
     assert all(len(cell.ranks) == 4 for cell in survivor(cluster).view.plan.cells)
     assert survivor(cluster).view.living == tuple(range(8))
 
@@ -212,7 +293,7 @@ def test_a_number_of_ranks_that_no_launch_cell_divides() -> None:
     """Of spares in cells of two one is admitted alone: the sizes need it."""
     cluster = run("tp2pp2dp1 spares=2 steps=16 seed=2 reshape:to=5|1|1,step=2", CUT)
     check(cluster, settled=True)
-    assert in_force(cluster) == (5, 1, 1) and survivor(cluster).view.living == tuple(range(5))
+    assert in_force(cluster) == ParallelSizes(5, 1, 1) and survivor(cluster).view.living == tuple(range(5))
 
 
 @pytest.mark.parametrize(
@@ -227,13 +308,29 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(to: str, setting: str, why
     """Nothing moves, and the next request is heard."""
     cluster = run(f"tp2pp2dp1 steps=14 {setting} reshape:to={to},step=2 reshape:to=1|2|2,step=8", CUT)
     check(cluster)
-    assert in_force(cluster) == (1, 2, 2)
+    assert in_force(cluster) == ParallelSizes(1, 2, 2)
     lines = [line for line in cluster.finished[0].notices if "refused" in line]
     assert lines == [f"reshape refused: {why}"]
+
+
+@pytest.mark.parametrize(
+    ("to", "setting", "why"),
+    [
+        ("1|1|1|4", "", "CP 4 takes a length that is a multiple of 8, and it is 4"),
+        ("1|1|1|2", "exact=on", "--elastic-exact needs all of a sample on one rank"),
+        ("1|1|4|2", "", "TP 1, CP 2, PP 1, DP 4 takes 8 ranks, and 4 are members; no more are expected"),
+    ],
+)
+def test_parts_of_the_sequence_that_cannot_be_are_refused_in_one_line(to: str, setting: str, why: str) -> None:
+    cluster = run(f"pp2dp2 steps=14 {setting} reshape:to={to},step=2 reshape:to=1|4|1,step=8", GRID)
+    check(cluster)
+    assert in_force(cluster) == ParallelSizes(1, 4, 1)
+    (line,) = [line for line in cluster.finished[0].notices if "refused" in line]
+    assert line.startswith("reshape refused: TP 1, CP") and line.endswith(why)
 
 
 def test_exact_mode_keeps_its_tensor_parallel_size() -> None:
     cluster = run("tp2pp2dp1 steps=14 exact=on reshape:to=4|1|1,step=2 reshape:to=2|1|2,step=8", CUT)
     check(cluster)
-    assert in_force(cluster) == (2, 1, 2), "the same size on other ranks"
+    assert in_force(cluster) == ParallelSizes(2, 1, 2), "the same size on other ranks"
     assert any("--elastic-exact keeps it" in line for line in cluster.finished[0].notices)

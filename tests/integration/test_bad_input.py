@@ -371,10 +371,10 @@ def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp
 
 
 def newer(folder: Path) -> Path:
-    """A checkout beside the installed package whose megatron.core says that it is 0.20.1."""
+    """A checkout beside the installed package whose megatron.core says that it is 0.21.1."""
     core = folder / "Megatron-LM" / "megatron" / "core"
     core.mkdir(parents=True)
-    (core / "package_info.py").write_text('__version__ = "0.20.1"')
+    (core / "package_info.py").write_text('__version__ = "0.21.1"')
     (core / "__init__.py").write_text('raise AssertionError("its code must not run")')
     return core.parents[1]
 
@@ -390,7 +390,7 @@ def started(checkout: Path, *launcher: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    return [line for line in (done.stdout + done.stderr).splitlines() if "0.20.1" in line]
+    return [line for line in (done.stdout + done.stderr).splitlines() if "0.21.1" in line]
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "megatron.elastic.launch", "--nproc-per-node", "2")])
@@ -398,5 +398,5 @@ def test_a_megatron_core_that_was_never_tested_is_one_line(tmp_path: Path, launc
     """It names the version found, where, the range and the fix; nothing of that release is imported."""
     checkout = newer(tmp_path)
     (line,) = started(checkout, *launcher)
-    for word in ("error: megatron-core 0.20.1", str(checkout), ">=0.17.1,<0.20", "pip install", "PYTHONPATH"):
+    for word in ("error: megatron-core 0.21.1", str(checkout), ">=0.17.1,<0.20", "pip install", "PYTHONPATH"):
         assert word in line

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import (
     ROOT,
@@ -38,12 +39,13 @@ def job(folder: Path, *flags: str, world: int = 4) -> RunningJob:
     return RunningJob(events, command, SECONDS)
 
 
-def reshape(job: RunningJob, tensor: int, pipeline: int, data: int) -> str:
+def reshape(job: RunningJob, tensor: int, pipeline: int, data: int, context: int = 1) -> str:
     """The line of ``ctl`` once the sizes are in force; a few steps later."""
     words = ("--tp", str(tensor), "--pp", str(pipeline), "--dp", str(data))
-    done = job.ctl("reshape", *words, seconds=SECONDS / 3)
+    parts = ("--cp", str(context)) if context > 1 else ()
+    done = job.ctl("reshape", *words, *parts, seconds=SECONDS / 3)
     assert done.returncode == 0, (done.stderr, job.output[-4000:])
-    assert f"TP {tensor}, PP {pipeline}, DP {data} since step" in done.stdout
+    assert f"{ParallelSizes(tensor, pipeline, data, context)} since step" in done.stdout
     begun(job, 3 + newest(job))
     return done.stdout
 
@@ -143,3 +145,43 @@ def test_a_further_node_doubles_the_tensor_parallel_size(tmp_path: Path) -> None
         begun(running, 3 + newest(running))
         result = drained(running)
     checked(result, tmp_path / "undisturbed", 2, 2, 1)
+
+
+def test_replicas_come_to_share_the_sequence_and_back(tmp_path: Path) -> None:
+    """Megatron has built this model without context parallelism. What the job cannot compute moves nothing."""
+    folder = tmp_path / "events"
+    command = elastic_command(folder, 2, 1, 1, MANY, *DROPOUT, *RATES, *LOOKED_AT)
+    with RunningJob(folder, command, SECONDS) as running:
+        begun(running)
+        reshape(running, 1, 1, 1, context=2)
+        refused = running.ctl("reshape", "--tp", "2", "--pp", "1", "--dp", "1", "--cp", "2")
+        assert refused.returncode == 1 and "TP 2, CP 2, PP 1, DP 1 takes 4 ranks, and 2 are here" in refused.stderr
+        reshape(running, 1, 1, 2)
+        result = drained(running)
+    assert cells(result)[-2:] == [1, 2]
+    checked(result, tmp_path / "undisturbed", 2, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(4))
+def test_a_job_of_two_parts_into_other_sizes_with_losses(tmp_path: Path, rank: int) -> None:
+    """Launched at TP 1, CP 2 and DP 2: a rank is killed while state moves, and in a step of each of the new sizes."""
+    script = f"kill:rank={rank},point=in_migration_finish"
+    flags, folder = (*DROPOUT, *RATES, "--context-parallel-size", "2"), tmp_path / "events"
+    faults = (*LOOKED_AT, "--elastic-allow-inject", "--elastic-inject", script)
+    with RunningJob(folder, elastic_command(folder, 4, 1, 1, MANY, *flags, *faults), SECONDS) as running:
+        begun(running)
+        reshape(running, 2, 1, 1, context=2)
+        running.wait_for(f"joined by {rank}")
+        for sizes in ((1, 2, 2), (2, 2, 1)):
+            reshape(running, *sizes)
+            heard = len(running.output)
+            kill(running, rank)
+            running.wait_for(f"joined by {rank}", heard)
+        reshape(running, 1, 1, 2, context=2)
+        result = drained(running)
+    last = max(result.committed)
+    assert set(result.committed) == set(range(1, last + 1))
+    assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+    reference = elastic_job(tmp_path / "undisturbed", 4, 1, 1, last, *flags, seconds=SECONDS)
+    assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5

@@ -145,6 +145,32 @@ def test_a_lost_rank_comes_back_to_owners_in_device_memory(tmp_path: Path, point
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", [(), ("--bf16",)])
+def test_checkpoints_of_owners_in_device_memory_are_whole_while_a_rank_is_missing_and_when_it_is_back(
+    tmp_path: Path, precision: tuple[str, ...]
+) -> None:
+    """Training goes on from each of them: in fp32 on the CPU, in bf16, which the CPU rounds otherwise, on a device."""
+    steps, rounding = 12, ROUNDING_BF16 if precision else ROUNDING
+    quiet = elastic_job(tmp_path / "quiet", 4, 1, 1, steps, *on_device(*precision), environment=on_standin())
+    expected = finished(quiet)
+    flags = on_device(*precision, "--save", str(tmp_path / "saved"), "--save-interval", "2")
+    flags += ("--elastic-verify-interval", "1", "--elastic-allow-inject", "--elastic-inject")
+    faults = "delay:missing=1,count=0,step=6,point=before_step,seconds=60;kill:rank=3,step=3,point=mid_update"
+    result = elastic_job(tmp_path / "events", 4, 1, 1, steps, *flags, faults, environment=on_standin())
+    assert largest_deviation(expected, finished(result)) <= rounding
+    assert (3, 1) in lives(result) and "could not be written" not in result.output
+    took_part = {rank: {r.fields["step"] for r in result.of("phases") if r.rank == rank} for rank in (0, 3)}
+    missed = took_part[0] - took_part[3]
+    assert 4 in missed and 10 not in missed, "saved without the rank at step 4, with it at step 10"
+    for step in (4, 10):
+        load = ("--load", str(tmp_path / "saved"), "--ckpt-step", str(step), "--no-load-rng")
+        environment = on_standin() if precision else None
+        again = elastic_job(tmp_path / str(step), 1, 1, 1, steps, *DROPOUT, *precision, *load, environment=environment)
+        rest = {number: loss for number, loss in expected.items() if number > step}
+        assert largest_deviation(rest, finished(again)) <= rounding
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", ["owner", "mirror"])
 def test_a_bit_that_flips_in_a_copy_is_found_and_the_copy_made_anew(tmp_path: Path, copy: str) -> None:
     flags = on_device("--elastic-verify-interval", "1", "--elastic-allow-inject")

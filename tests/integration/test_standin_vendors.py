@@ -55,6 +55,18 @@ def test_a_rank_killed_during_a_collective_costs_no_step_and_comes_back(tmp_path
     assert communicators(tmp_path / "killed", version) > communicators(tmp_path / "whole", version) > 0
 
 
+@pytest.mark.parametrize("version", ["full", "hccl"])
+def test_a_rank_that_dies_while_others_connect_is_the_only_further_loss(tmp_path: Path, version: str) -> None:
+    """After a loss three ranks connect, and the last of them dies in there: the library lets the others wait."""
+    whole = job(tmp_path / "whole", version)
+    environment(tmp_path / "killed", version)  # builds the library, beside which it looks for who is to die
+    (tmp_path / "killed" / ("basic" if version == "hccl" else version) / "die-2of3").touch()
+    killed = job(tmp_path / "killed", version, *losing("kill:rank=1,step=3,point=mid_reduce"))
+    assert deviation_without_loss(whole, killed) <= 1e-6
+    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 3}
+    assert {(record.rank, record.incarnation) for record in killed.of("phases")} >= {(1, 1), (3, 1)}
+
+
 @pytest.mark.parametrize("version", ["full", "basic", "hccl"])
 def test_stages_and_tensor_parallel_groups_lose_a_rank(tmp_path: Path, version: str) -> None:
     """Within a stage two replicas of two ranks: activations are summed by the library too, in bf16."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools import torch_suite, torchft_suite
+from tools.suites import ROOT
 
 
 @pytest.mark.slow
@@ -32,7 +33,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_aborted_group_says_so_until_it_is_configured_again(packages: Path) -> None:
     """:mod:`megatron.elastic.comm.torchft_group`, whose errors torchft's own tests do not ask for."""
     script = Path(__file__).with_name("torchft_member.py")
-    paths = os.pathsep.join([str(torch_suite.ROOT), str(packages)])
+    paths = os.pathsep.join([str(ROOT), str(packages)])
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron.elastic.launch.workers.processes import process_state
+from megatron.elastic.state.expert_load import SPAN
 from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
 from tests.integration.ports import free_port
 from tests.receiver import receiver
+from tools.bench._watched_job import asked
 
 FOR_EVER = 100_000
 KILL = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")
@@ -74,6 +81,8 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert (scalars["losses"], scalars["recoveries"], scalars["tolerated_ranks"]) == (1, 1, 1)
     assert abs(scalars["recovery_s"] - sum(lost["seconds"].values())) < 1e-3
     assert abs(scalars["lost_s"] - sum(past["lost_s"].values())) < 1e-3 and 0 < scalars["goodput"] < 1
+    assert abs(scalars["lost_computed_again_s"] - past["lost_s"]["computed again"]) < 1e-3
+    assert "lost_restart_s" not in scalars
     assert lost["lost"] == [3] and lost["outcome"] == "re-run" and lost["repeated_s"] > 0
     assert past["lost_s"]["computed again"] == lost["repeated_s"] < 60
     assert past["first_step"] == 1 and 0 < past["goodput"] < 1
@@ -83,6 +92,45 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert "1 loss, 1 recovery of" in summary and re.search(r"goodput \d\d?\.\d\d% .*computed again \d", summary)
     assert any(line.startswith("step ") and f"of {FOR_EVER}" in line for line in text)
     assert any("rank 3 on" in line and "SIGKILL" in line for line in text)
+
+
+def test_a_scrape_is_answered_while_a_rank_is_stopped_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    """With a time-out that is long enough that the stopped rank is not taken for lost meanwhile."""
+    flags = (*QUIET, "--elastic-metrics", "0", "--elastic-detection-timeout", "60")
+    save = ("--save", str(tmp_path / "saved"))
+    with RunningJob(tmp_path / "events", elastic_command(tmp_path / "events", 2, 1, 1, FOR_EVER, *flags, *save)) as job:
+        address = job.wait_for(r"metrics at (http://\S+)").group(1)
+        job.wait_for(r"iteration +2/")
+        stopped = int(json.loads(job.ctl("status", "--json").stdout)["workers_here"]["1"]["pid"])
+        os.kill(stopped, signal.SIGSTOP)
+        scrapes = [asked(address, "/metrics")[1] for _ in range(20)]
+        assert process_state(stopped) == "T" and all(b"megatron_elastic_job_info" in scrape for scrape in scrapes)
+        os.kill(stopped, signal.SIGCONT)
+        at = int(re.findall(r"iteration +(\d+)/", job.output)[-1])
+        job.wait_for(rf"iteration +{at + 3}/")
+        assert job.ctl("drain").returncode == 0
+        assert job.finish().code == 3
+
+
+@pytest.mark.slow
+def test_the_load_of_experts_is_that_of_the_event_log(tmp_path: Path) -> None:
+    experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
+    command = elastic_command(
+        tmp_path / "events", 2, 1, 1, FOR_EVER, *QUIET, *experts, "--save", str(tmp_path / "saved")
+    )
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for(rf"iteration +{2 * SPAN + 2}/")
+        shown = json.loads(job.ctl("status", "--json").stdout)["expert_loads"]
+        text = job.ctl("status").stdout
+        assert job.ctl("drain").returncode == 0
+        result = job.finish()
+    (logged,) = [record.fields for record in result.of("experts") if record.fields["step"] == shown["step"]]
+    assert shown["step"] >= SPAN and shown["imbalance"] == logged["imbalance"]
+    for busiest in shown["busiest"]:
+        tokens = logged["tokens"][str(busiest["layer"])]
+        assert tokens[busiest["expert"]] == max(tokens)
+        assert busiest["ratio"] == max(tokens) * len(tokens) / sum(tokens)
+    assert len(shown["busiest"]) == 4 and re.search(r"experts +the busiest rank has \d\.\d\d times", text)
 
 
 def test_the_doctor_names_the_nodes_that_a_job_waits_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The text form is one line of words, which can be pasted into a test or a command
     pp2dp2 steps=4 seed=3 back=never mirrors=2 kill:rank=0,step=2,point=after_ship drain:rank=3,step=1
 
     pp2dp2, tp2dp2, dp3v2       tensor, pipeline and data-parallel size, model chunks a stage
+    tp2cp2dp1                   the context-parallel size
     ep2dp4, ep4pp2dp4           the expert-parallel size of a model with experts (in a job)
     steps=4                     steps of the job
     seed=3                      order of events in a cluster; which interleavings of a large model are tried
@@ -18,7 +19,8 @@ The text form is one line of words, which can be pasted into a test or a command
     drain:step=3                a user asks for the end of the job once step 3 is over; with ``rank=``: that these leave
     admit:rank=2,step=3         a user lets rank 2 in once step 3 is over: a lost one returns, whatever ``back`` says,
                                 and a spare adds a replica
-    reshape:to=1|4|1,step=2     a user asks for these tensor-, pipeline- and data-parallel sizes once step 2 is over
+    reshape:to=1|4|1,step=2     a user asks for these tensor-, pipeline- and data-parallel sizes once step 2 is over;
+                                a fourth number is the context-parallel size
     spares=1                    as many ranks beyond the launch, which have the numbers that follow
 
 Words of a default value are left out. ``parse`` is the inverse of ``str``.
@@ -58,7 +60,7 @@ SETTINGS: Mapping[str, type] = {
     if name not in ("respawn", "inject", "allow_inject", "print_patches", "check")
 }
 """Fields of ``ElasticConfig`` that a scenario may set, with their types."""
-LAYOUT = re.compile(r"(?:tp(\d+))?(?:ep(\d+))?(?:pp(\d+))?dp(\d+)(?:v(\d+))?")
+LAYOUT = re.compile(r"(?:tp(\d+))?(?:cp(\d+))?(?:ep(\d+))?(?:pp(\d+))?dp(\d+)(?:v(\d+))?")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 """Flags of a model with experts."""
 EVERY = ("--moe-router-topk", "4")
@@ -68,7 +70,7 @@ long job with losses then differs from an undisturbed one by more than rounding 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a job. Ranks are numbered tensor, data, pipeline; ``chunks``: model chunks a stage.
+    """Sizes of a job. Ranks are numbered tensor, context, data, pipeline; ``chunks``: model chunks a stage.
 
     ``experts``: adjacent replicas that share experts; above 1 the model has experts.
     """
@@ -78,23 +80,25 @@ class Layout:
     data: int
     chunks: int = 1
     experts: int = 1
+    context: int = 1
 
     def __str__(self) -> str:
-        sizes = (("tp", self.tensor), ("ep", self.experts), ("pp", self.pipeline), ("v", self.chunks))
-        tensor, experts, pipeline, chunks = (f"{name}{size}" if size > 1 else "" for name, size in sizes)
-        return f"{tensor}{experts}{pipeline}dp{self.data}{chunks}"
+        before = (("tp", self.tensor), ("cp", self.context), ("ep", self.experts), ("pp", self.pipeline))
+        chunks = f"v{self.chunks}" if self.chunks > 1 else ""
+        return "".join(f"{name}{size}" for name, size in before if size > 1) + f"dp{self.data}{chunks}"
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags that ask for it, beside those of the sizes."""
         chunks = () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
+        parts = () if self.context == 1 else ("--context-parallel-size", str(self.context))
         shared = ("--expert-model-parallel-size", str(self.experts))
         cut = ("--sequence-parallel",) if self.tensor > 1 else ()
-        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *EVERY, *shared, *cut)
+        return (*chunks, *parts) if self.experts == 1 else (*chunks, *parts, *EXPERTS, *EVERY, *shared, *cut)
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     def elsewhere(self, rank: int) -> int:
         """A rank that may be lost beside ``rank``: with two mirrors no stage and no block is without a rank."""
@@ -236,8 +240,8 @@ def parse(text: str) -> Scenario:
         elif equals and name in SETTINGS:
             found["settings"][name] = _value(word, SETTINGS[name], value)
         elif (sizes := LAYOUT.fullmatch(word)) is not None:
-            tensor, experts, pipeline, data, chunks = (int(size or 1) for size in sizes.groups())
-            found["layout"] = Layout(tensor, pipeline, data, chunks, experts)
+            tensor, context, experts, pipeline, data, chunks = (int(size or 1) for size in sizes.groups())
+            found["layout"] = Layout(tensor, pipeline, data, chunks, experts, context)
         else:
             raise ValueError(f"{word!r} is no layout, setting or fault")
     settings, faults, wishes = (found.pop(name) for name in ("settings", "faults", "wishes"))
@@ -245,10 +249,9 @@ def parse(text: str) -> Scenario:
 
 
 def _take_event(word: str, found: dict[str, Any]) -> None:
-    sizes = re.fullmatch(r"reshape:to=(\d+)\|(\d+)\|(\d+),step=(\d+)", word)
+    sizes = re.fullmatch(r"reshape:to=(\d+(?:\|\d+){2,3}),step=(\d+)", word)
     if sizes is not None:
-        *to, step = map(int, sizes.groups())
-        found["wishes"].append(Wish(step, "reshape", tuple(to)))
+        found["wishes"].append(Wish(int(sizes[2]), "reshape", tuple(map(int, sizes[1].split("|")))))
         return
     asked = re.fullmatch(r"(drain|checkpoint|admit):(?:rank=(\d+(?:\|\d+)*),)?step=(\d+)", word)
     fits = asked is not None and (asked[1] == "drain" or bool(asked[2]) == (asked[1] == "admit"))
@@ -256,7 +259,7 @@ def _take_event(word: str, found: dict[str, Any]) -> None:
         ranks = tuple(map(int, asked[2].split("|"))) if asked[2] else ()
         found["wishes"].append(Wish(int(asked[3]), asked[1], ranks))  # type: ignore[arg-type]
     elif word.startswith(("drain", "checkpoint", "admit", "reshape")):
-        kinds = "drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S, reshape:to=T|P|D,step=S"
+        kinds = "drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S, reshape:to=T|P|D[|C],step=S"
         raise ValueError(f"{word!r} is none of {kinds}")
     else:
         found["faults"] += parse_faults(word)

@@ -74,11 +74,13 @@ WISHES = st.one_of(
     st.builds(Wish, NUMBERS, ranks=st.just(()) | SOME),
     st.builds(Wish, NUMBERS, st.just("checkpoint")),
     st.builds(Wish, NUMBERS, st.just("admit"), SOME),
-    st.builds(Wish, NUMBERS, st.just("reshape"), st.tuples(SIZES, SIZES, SIZES)),
+    st.builds(
+        Wish, NUMBERS, st.just("reshape"), st.tuples(SIZES, SIZES, SIZES) | st.tuples(SIZES, SIZES, SIZES, SIZES)
+    ),
 )
 SCENARIOS = st.builds(
     Scenario,
-    layout=st.builds(Layout, SIZES, SIZES, SIZES, SIZES),
+    layout=st.builds(Layout, SIZES, SIZES, SIZES, SIZES, context=SIZES),
     steps=NUMBERS,
     seed=NUMBERS,
     back=BACK,

@@ -2,12 +2,14 @@
  *
  * An id names a file in $STANDIN_DIR; a communicator is that file mapped: a barrier and one area a rank. Calls block
  * until they are done and end with an error once the communicator is revoked here or aborted by anybody. A file named
- * "hang" in $STANDIN_DIR makes revoke and abort hang. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out.
+ * "hang" in $STANDIN_DIR makes revoke and abort hang. A file "die-2of3" there kills the first process that connects as
+ * rank 2 of 3, before it is there: the others wait for it without a limit, as NCCL's do. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out.
  *
  * With -DON_STREAMS it is the library of the stand-in accelerator: operations are enqueued on the stream that is given
  * and end, as NCCL's kernels do, when they are done or their communicator is revoked. Others wait for them, so a stream
  * that holds its work back runs up to them. */
 #include <fcntl.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,9 +84,16 @@ static int barrier(ncclComm_t c) {
   return 0;
 }
 
+static void maybe_die(int rank, int size) {
+  char path[300];
+  snprintf(path, sizeof path, "%s/die-%dof%d", folder(), rank, size);
+  if (unlink(path) == 0) kill(getpid(), SIGKILL);
+}
+
 static int open_comm(ncclComm_t* out, const char* name, int size, int rank) {
   char path[300];
   if (size < 1 || size > MOST || rank < 0 || rank >= size) return INVALID;
+  maybe_die(rank, size);
   snprintf(path, sizeof path, "%s/%s", folder(), name);
   const int fd = open(path, O_RDWR | O_CREAT, 0600);
   if (fd < 0 || ftruncate(fd, sizeof(Shared))) return INVALID;
@@ -96,8 +105,8 @@ static int open_comm(ncclComm_t* out, const char* name, int size, int rank) {
   close(fd);
   __sync_add_and_fetch(&c->shared->head.opened, 1);
   for (int i = 0; c->shared->head.opened < size; i++) {
-    if (i > 500000 || dead(c)) return REMOTE;
-    usleep(20);
+    if (dead(c)) return REMOTE;
+    usleep(i < 50000 ? 20 : 1000);
   }
   *out = c;
   return 0;

@@ -1,7 +1,6 @@
 """``pretrain_gpt.py`` with a clock on the costs of elasticity for each rank while nothing fails; see ``overhead``.
 
-Clocks are of thread CPU time, so that waiting for a peer, or for a core that others
-use, is not taken for cost. They nest: what an inner one counts is taken off the outer.
+The clocks are those of :mod:`_clocks`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import os
 import runpy
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,37 +22,11 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction import shipment
 from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.state.pool import StatePool
+from tools.bench._clocks import Clocks
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 8
 """Steps before the clocks count: caches, profiles and prefetching settle."""
-
-
-class Clocks:
-    """CPU seconds by name, within steps that count."""
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self.calls: Counter[str] = Counter()
-        self._inner = [0.0]
-
-    def timed(self, name: str | Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original`` on the clock ``name`` (or what ``name`` says of its arguments)."""
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
-            began = time.thread_time()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                took = time.thread_time() - began
-                inside = self._inner.pop()
-                self._inner[-1] += took
-                clock = name if isinstance(name, str) else name(*args)
-                self.spent[clock] += took - inside
-                self.calls[clock] += 1
-
-        return replacement
 
 
 def _whose(pool: StatePool, copy: Any, *_: Any) -> str:
@@ -85,7 +57,7 @@ def main() -> None:
     """Patch, train, write the counts."""
     clocks = Clocks()
     for owner, name, clock in CLOCKED:
-        setattr(owner, name, clocks.timed(clock, vars(owner)[name]))
+        clocks.put(owner, name, clock)
     steps: list[float] = []
     processes: list[float] = []
     held: list[int] = []
@@ -93,8 +65,7 @@ def main() -> None:
 
     def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
         if len(steps) == SKIPPED:
-            clocks.spent.clear()
-            clocks.calls.clear()
+            clocks.clear()
         OWNED.clear()
         OWNED.update(block.key for block in self.view.owned)
         wall, process = time.monotonic(), time.process_time()

@@ -175,9 +175,17 @@ class EmulatedModel:
         """Every unit is held, always; the number of ranks that share it may change."""
         self.ranks = self.tensor if place is None else place.position.count
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`: ranks share a layer evenly, in any number."""
-        return None if self.tensor == 1 else PPM // count
+        return None if self.tensor == 1 or parts > 1 else PPM // tensor
+
+    def refusal(self, tensor: int, parts: int) -> str:
+        """See :class:`ModelInterface`."""
+        return ""
+
+    def objection(self, parts: int) -> str:
+        """See :class:`ModelInterface`."""
+        return ""
 
     def overlaps(self, spec: ParamSpec, place: Any) -> None:
         """See ``ModelInterface``: every parameter is one shard's."""

@@ -62,6 +62,7 @@ STANDARD = {
     "reshape_memory": Benchmark("reshape", ("--link", "shm", "--seq", "8", "--batch", "4", "--waiting", "0.05"), 1200),
     "overhead": Benchmark("overhead"),
     "overhead_of_two": Benchmark("overhead", ("--ranks", "2")),
+    "watching": Benchmark("watching"),
     "overlap": Benchmark("overlap", ("--trials", "3", "--kernels"), 1200),
     "step_time": Benchmark("step_time"),
     "step_time_tensor": Benchmark("step_time", ("--tensor", "2")),

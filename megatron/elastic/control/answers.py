@@ -8,7 +8,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.history import LossNote
-from megatron.elastic.control.observations import Protection, Recovered
+from megatron.elastic.control.observations import ExpertLoads, Protection, Recovered
 from megatron.elastic.control.requests import ReshapeState
 from megatron.elastic.control.wire import Codec, Int64
 
@@ -172,6 +172,8 @@ class JobStatus(_Answer, frozen=True, tag="status"):
     ranks: Mapping[Rank, RankStatus]
     nodes: Mapping[Int64, NodeStatus]
     workers_here: Mapping[Rank, WorkerStatus]
+    expert_loads: ExpertLoads | None = None
+    """None without experts that ranks share, before the first step, and on a node without members."""
 
 
 Answer = Refusal | Acceptance | JobStatus

@@ -482,7 +482,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     def _wanted(self) -> tuple[int, ...]:
         """Waiting ranks to admit, ascending: whole tensor-parallel groups, as many as the job is short of.
 
-        A job of another tensor-parallel size than the launch's, or on its way there, admits ranks one by one.
+        A job of cells of another size than the launch's, or on its way there, admits ranks one by one.
         """
         waiting = self._standing("waiting")
         if self.nominal == len(self.ranks):

@@ -15,13 +15,18 @@ import msgspec
 from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.events import Announced, Event, Lost, NodeLost
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.observations import Protection, Recovered, Reprotected, Stepping
+from megatron.elastic.control.observations import (
+    COMPUTED_AGAIN,
+    RESTART,
+    Protection,
+    Recovered,
+    Reprotected,
+    Stepping,
+)
 from megatron.elastic.control.wire import Int64
 
-__all__ = ["COMPUTED_AGAIN", "RESTART", "JobHistory", "LossNote"]
+__all__ = ["JobHistory", "LossNote"]
 
-COMPUTED_AGAIN = "computed again"
-RESTART = "restart"
 _KEPT = 32
 """Newest losses and recoveries that are kept one by one."""
 

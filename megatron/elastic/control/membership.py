@@ -22,7 +22,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.observations import DrawnTopology, ExpertLoads, Observation, Protection
 from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import Int64
 
@@ -136,6 +136,8 @@ class RunFigures:
     """Seconds in which some block was short of a mirror."""
     goodput: float
     """NaN: not known yet."""
+    lost_by_cause_s: tuple[float, ...]
+    """The parts of :attr:`lost_s`, in the order of :data:`~megatron.elastic.control.observations.CAUSES`."""
 
 
 class Membership(Protocol):
@@ -177,6 +179,9 @@ class Membership(Protocol):
 
     def draw(self, topology: DrawnTopology) -> None:
         """Tell this node's agent the cells, stages and mirrors from now on, for a page that draws them."""
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        """Tell this node's agent the measured load of experts. Once in a while: one message."""
 
     def moving(self, text: str) -> None:
         """Tell this node's agent the layers that move between ranks from now on; empty: none any more."""

@@ -13,7 +13,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.observations import DrawnTopology, ExpertLoads, Observation, Protection
 from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import Codec, Int64
 
@@ -31,6 +31,7 @@ __all__ = [
     "FromWorker",
     "GiveUp",
     "Hello",
+    "MeasuredLoads",
     "Members",
     "Moving",
     "Observed",
@@ -112,6 +113,12 @@ class Drawn(_Message, frozen=True):
     topology: DrawnTopology
 
 
+class MeasuredLoads(_Message, frozen=True):
+    """The measured load of experts from now on. For users alone."""
+
+    loads: ExpertLoads
+
+
 class DrainSignal(_Message, frozen=True):
     """The worker was sent a signal to end: the whole job is to save and end."""
 
@@ -139,6 +146,7 @@ FromWorker = (
     | Observed
     | Moving
     | Drawn
+    | MeasuredLoads
     | DrainSignal
     | GiveUp
     | Finish

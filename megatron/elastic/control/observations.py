@@ -14,15 +14,26 @@ from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.wire import Int64
 
 __all__ = [
+    "CAUSES",
+    "COMPUTED_AGAIN",
+    "RESTART",
+    "BusiestExpert",
     "DrawnCell",
     "DrawnSegment",
     "DrawnTopology",
+    "ExpertLoads",
     "Observation",
     "Protection",
     "Recovered",
     "Reprotected",
     "Stepping",
 ]
+
+
+COMPUTED_AGAIN = "computed again"
+RESTART = "restart"
+CAUSES = ("decide", "edit", "plan", "settle", COMPUTED_AGAIN, RESTART)
+"""Causes of lost time: the phases of a recovery, and two more (:mod:`megatron.elastic.control.history`)."""
 
 
 class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +81,26 @@ class DrawnTopology(_DrawnPart, frozen=True):
     segments: tuple[DrawnSegment, ...]
     mirrors: tuple[tuple[Rank, Rank, Int64], ...]
     """(owner, mirror, state blocks)."""
+
+
+class BusiestExpert(_DrawnPart, frozen=True):
+    """The expert of ``layer`` (counted from 1) that receives most tokens. ``ratio``: to the mean of its experts."""
+
+    layer: Int64
+    expert: Int64
+    ratio: float
+
+
+class ExpertLoads(_DrawnPart, frozen=True):
+    """The measured load of the experts that ranks share, after ``step``: a mean over the last steps."""
+
+    step: Int64
+    experts: Int64
+    """Number of experts of a layer."""
+    imbalance: float
+    """Tokens of the busiest rank in each layer, summed over layers, relative to those of a mean rank: 1 is even."""
+    busiest: tuple[BusiestExpert, ...]
+    """One a layer with experts, by layer."""
 
 
 class _Observation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=True):

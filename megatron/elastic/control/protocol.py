@@ -26,6 +26,7 @@ from megatron.elastic.control.messages import (
     FromWorker,
     GiveUp,
     Hello,
+    MeasuredLoads,
     Members,
     Moving,
     Observed,
@@ -37,7 +38,7 @@ from megatron.elastic.control.messages import (
     ToleranceText,
     ToWorker,
 )
-from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.observations import DrawnTopology, ExpertLoads, Observation, Protection
 from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import printable
 from megatron.elastic.platform.threads import OS_THREADS, Threads
@@ -204,6 +205,10 @@ class WorkerProtocol(ABC):
     def draw(self, topology: DrawnTopology) -> None:
         """See :meth:`Membership.draw`."""
         self._send(Drawn(topology))
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        """See :meth:`Membership.expert_loads`."""
+        self._send(MeasuredLoads(loads))
 
     def moving(self, text: str) -> None:
         """See :meth:`Membership.moving`."""

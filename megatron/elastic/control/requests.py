@@ -40,19 +40,26 @@ ReshapeState = Literal["open", "under way", "in force", "refused"]
 
 
 class ParallelSizes(NamedTuple):
-    """Tensor-, pipeline- and data-parallel size."""
+    """Tensor-, pipeline-, data- and context-parallel size."""
 
     tensor: int
     pipeline: int
     data: int
+    context: int = 1
+
+    @property
+    def cell(self) -> int:
+        """Number of ranks that share a micro-batch at a stage."""
+        return self.tensor * self.context
 
     @property
     def ranks(self) -> int:
         """Number of ranks that compute."""
-        return self.tensor * self.pipeline * self.data
+        return self.cell * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"TP {self.tensor}, PP {self.pipeline}, DP {self.data}"
+        context = f"CP {self.context}, " if self.context > 1 else ""
+        return f"TP {self.tensor}, {context}PP {self.pipeline}, DP {self.data}"
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -84,16 +91,17 @@ class Admit(_Command, frozen=True, tag="admit"):
 
 
 class Reshape(_Command, frozen=True, tag="reshape"):
-    """Go on with these tensor-, pipeline- and data-parallel sizes."""
+    """Go on with these parallel sizes."""
 
     tensor: _Size
     pipeline: _Size
     data: _Size
+    context: _Size = 1
 
     @property
     def sizes(self) -> ParallelSizes:
-        """The three as one value."""
-        return ParallelSizes(self.tensor, self.pipeline, self.data)
+        """All of them as one value."""
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context)
 
 
 Command = Status | Drain | Stop | SaveCheckpoint | Admit | Reshape
@@ -131,8 +139,14 @@ class OpenReshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor: _Size
     pipeline: _Size
     data: _Size
+    context: _Size = 1
     hopeless: bool = False
     """Fewer ranks are here, or will be, than the sizes take."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """All of them as one value."""
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context)
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,9 +166,9 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The job is to go on with other sizes."""
 
     def words(self) -> list[str]:
-        """The same as text for ``ctl status``: 'checkpoint', 'join', 'leave:4,5', 'reshape:2,4,1' and so on."""
+        """The same as text for ``ctl status``: 'checkpoint', 'join', 'leave:4,5', 'reshape:tp2,pp4,dp1' and so on."""
         named = {"checkpoint": self.checkpoint, "drain": self.drain, "join": self.join, "reform": self.reform}
         leave = ["leave:" + ",".join(map(str, self.leave))] if self.leave else []
-        sizes = self.reshape
-        reshape = [] if sizes is None else [f"reshape:{sizes.tensor},{sizes.pipeline},{sizes.data}"]
+        sizes = [] if self.reshape is None else [str(self.reshape.sizes).replace(" ", "").lower()]
+        reshape = [f"reshape:{text}" for text in sizes]
         return sorted([*(name for name, asked in named.items() if asked), *leave, *reshape])

@@ -44,7 +44,7 @@ class Reshapes(msgspec.Struct, forbid_unknown_fields=True):
 
     def group(self, launch: int) -> int:
         """Return how many ranks are admitted together: a cell of ``launch`` ranks while no other size is wanted."""
-        return launch if all(sizes.tensor == launch for sizes in self.wanted) else 1
+        return launch if all(sizes.cell == launch for sizes in self.wanted) else 1
 
     def ask(self, sizes: Reshape) -> None:
         """Open a request, unless one is open."""

@@ -12,7 +12,7 @@ Layout (little endian)::
              i32 finished | i32 code | u16 phase length | u16 waiting count | 64 bytes phase | u32 × 256 waiting for
     at 1536  u64 sequence | i64 step | i64 target | i64 samples | f64 seconds | f64 loss | u64 stamp ns
     at 2048  u32 exit reason
-    at 2304  u64 sequence | i64 × 6 counts | f64 × 4 seconds and share
+    at 2304  u64 sequence | i64 × 6 counts | f64 × 4 seconds and share | f64 × 6 seconds by cause
     at 3072  a lock that the worker's training thread holds for life
     at 4096  u32 length | last words
 
@@ -28,11 +28,13 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from megatron.elastic import _process
 from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.exits import ExitReason
 from megatron.elastic.control.membership import Activity, Committed, RunFigures
+from megatron.elastic.control.observations import CAUSES
 
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
@@ -46,7 +48,7 @@ _PHASE_BYTES = 64
 _MAX_WAITING = 256
 _HEAD = struct.Struct("<qQQQ")
 _COMMITTED = struct.Struct("<qqqddQ")
-_FIGURES = struct.Struct("<6q4d")
+_FIGURES = struct.Struct(f"<6q4d{len(CAUSES)}d")
 _FINISH = struct.Struct("<ii")
 _COUNTS = struct.Struct("<HH")
 _U64 = struct.Struct("<Q")
@@ -124,7 +126,8 @@ class Slot:
             before = _U64.unpack_from(self._map, _FIGURES_AT)[0]
             values = _FIGURES.unpack_from(self._map, _FIGURES_AT + _U64.size)
             if before & 1 == 0 and _U64.unpack_from(self._map, _FIGURES_AT)[0] == before:
-                return RunFigures(*values) if before else None
+                figures: list[Any] = [*values[: -len(CAUSES)], values[-len(CAUSES) :]]
+                return RunFigures(*figures) if before else None
         return None
 
     def finish(self, code: int) -> None:
@@ -179,7 +182,8 @@ class Slot:
         """Write the figures of the run for the worker; costs a few stores."""
         sequence = int(_U64.unpack_from(self._map, _FIGURES_AT)[0]) & ~1
         _U64.pack_into(self._map, _FIGURES_AT, sequence + 1)
-        _FIGURES.pack_into(self._map, _FIGURES_AT + _U64.size, *astuple(figures))
+        *one_by_one, causes = astuple(figures)
+        _FIGURES.pack_into(self._map, _FIGURES_AT + _U64.size, *one_by_one, *causes)
         _U64.pack_into(self._map, _FIGURES_AT, sequence + 2)
 
     def finished(self) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megatron.elastic.control.answers import HistoryStatus, JobStatus, ProgressStatus, ReshapeStatus
-from megatron.elastic.control.observations import Recovered
+from megatron.elastic.control.observations import ExpertLoads, Recovered
 from megatron.elastic.observe.summary import ranks_text
 
 __all__ = ["duration", "progress_line", "status_lines", "summary_lines"]
@@ -55,6 +55,7 @@ def status_lines(status: JobStatus) -> list[str]:
         *_who(status),
         ("can be lost", status.tolerance.text or "not known before the first step"),
         ("moving", status.moving or "no layers"),
+        *_experts(status.expert_loads),
         *_reshape(status.reshape),
         ("goodput", _goodput(past)),
         ("losses", _losses(past)),
@@ -127,6 +128,16 @@ def _who(status: JobStatus) -> Iterable[tuple[str, str]]:
 def _reshape(newest: ReshapeStatus) -> Iterable[tuple[str, str]]:
     if newest.number:
         yield "reshape", f"{newest.state}: {newest.text or newest.sizes}"
+
+
+def _experts(load: ExpertLoads | None) -> Iterable[tuple[str, str]]:
+    if load is None:
+        return
+    text = f"the busiest rank has {load.imbalance:.2f} times the mean of tokens"
+    if load.busiest:
+        most = max(load.busiest, key=lambda one: one.ratio)
+        text += f"; expert {most.expert} of layer {most.layer} has {most.ratio:.2f} times that of its layer"
+    yield "experts", f"{text} (step {load.step})"
 
 
 def _goodput(past: HistoryStatus) -> str:

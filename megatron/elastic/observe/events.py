@@ -65,6 +65,8 @@ def _from_json(hint: Any, value: Any) -> Any:
     return float(value) if hint is float else value
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 _FIRST = b'{"kind":'
 """The beginning of every line."""
 
@@ -127,8 +129,12 @@ class EventLog:
             "incarnation": self.incarnation,
             "generation": self.generation,
         }
-        body = {item.name: _to_json(getattr(event, item.name)) for item in fields(event)}
-        data = (json.dumps({**line, "event": body}, separators=(",", ":")) + "\n").encode()
+        line["event"] = body = {item.name: getattr(event, item.name) for item in fields(event)}
+        try:
+            text = _encode(line)
+        except ValueError:  # a number that JSON lacks
+            text = _encode({**line, "event": _to_json(body)})
+        data = (text + "\n").encode()
         try:
             written = os.write(self._file, data)
             if written != len(data):

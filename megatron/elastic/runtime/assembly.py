@@ -27,6 +27,7 @@ from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome
@@ -226,6 +227,7 @@ def _views(
         lives_on=_lives_on(job, sizes, says=links.fabric.rank == 0 and links.decision is not None),
         batch_size=job.settings.batch_size,
         covered=job.interface.covered,
+        refusal=job.interface.refusal,
     )
 
 
@@ -239,8 +241,13 @@ def _listener(links: Links, job: EngineParts, timeline: Timeline) -> _EventWrite
         announce=lambda text, protection: links.membership.announce(text, protection),
         store=_first_serves_all(),
     )
-    drawing = _ranks_of_node(rank) if job.config.dashboard is not None else ()
-    publisher = Publisher(links.membership, job.settings.steps, drawing)
+    publisher = Publisher(
+        links.membership,
+        job.settings.steps,
+        _ranks_of_node(rank),
+        draws=job.config.dashboard is not None,
+        load=job.settings.hyper.load,
+    )
     return _EventWriter(links.events, timeline, job, tolerances, publisher)
 
 
@@ -273,8 +280,7 @@ def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
     launch = job.launch_topology
     parameters = {slot.spec for layout in layouts.values() for slot in layout.slots}
     largest_part = partial(job.interface.largest_part, parameters=parameters)
-    team = launch.tensor if launch.context > 1 else 1
-    return CellSizes.of(largest_part, launch.cell_size, launch.slots + launch.extra, team)
+    return CellSizes.of(largest_part, CellCut(launch.tensor, launch.context))
 
 
 def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:

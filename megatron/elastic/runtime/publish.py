@@ -11,9 +11,11 @@ from collections.abc import Collection
 
 from megatron.elastic.control.membership import Committed, Membership
 from megatron.elastic.control.observations import (
+    BusiestExpert,
     DrawnCell,
     DrawnSegment,
     DrawnTopology,
+    ExpertLoads,
     Recovered,
     Reprotected,
     Stepping,
@@ -26,20 +28,30 @@ from megatron.elastic.observe.event_kinds import RecoveryEvent
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.model import Plan
 from megatron.elastic.runtime.telemetry import rows_of
+from megatron.elastic.state.expert_load import SPAN, ExpertLoad
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Publisher", "RepeatedWork", "publish_recovery", "topology_of"]
+__all__ = ["Publisher", "RepeatedWork", "loads_of", "publish_recovery", "topology_of"]
 
 
 class Publisher:
     """Publishes what one rank commits. ``target``: the last step of the run, if it is known.
 
-    ``node``: the ranks of this rank's node if a page is to draw the topology, of which the lowest living one tells it.
+    ``node``: the ranks of this rank's node, of which the lowest living one tells the agent what concerns them all.
+    ``draws``: a page is to draw the topology. ``load``: the layers whose experts are measured, if there are any.
     """
 
-    def __init__(self, membership: Membership, target: int | None, node: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        target: int | None,
+        node: Collection[int],
+        draws: bool = False,
+        load: ExpertLoad | None = None,
+    ) -> None:
         self._membership, self._target, self._node = membership, target or 0, frozenset(node)
+        self._draws, self._load = draws, load
         self._drawn: tuple[Plan, Placement] | None = None
         self._first = True
         self._moving = False
@@ -51,16 +63,20 @@ class Publisher:
         self._membership.committed(Committed(record.version, self._target, samples, step.seconds, loss))
         if self._first and view.lowest:
             self._membership.observe(Stepping(record.version))
+        if self._load is not None and (self._first or record.version % SPAN == 0) and self._tells(view):
+            self._membership.expert_loads(loads_of(record, view, self._load))
         self._first = False
         self.draw(record, view)
 
     def draw(self, record: StepRecord, view: View) -> None:
-        """Publish the topology, if it has changed and this rank is to tell it."""
+        """Publish the topology, if it is to be drawn, has changed, and this rank is to tell it."""
+        if not self._draws:
+            return
         present = view.plan, view.placement
         if self._drawn is not None and all(one is other for one, other in zip(self._drawn, present, strict=True)):
             return
         self._drawn = present
-        if _teller(self._node, view) == view.rank:
+        if self._tells(view):
             self._membership.draw(topology_of(record.version, view))
 
     def moves(self, moved_units: int) -> None:
@@ -79,10 +95,24 @@ class Publisher:
         if protected.speaks:
             self._membership.observe(Reprotected(record.version, protected.seconds, protected.blocks))
 
+    def _tells(self, view: View) -> bool:
+        """Return whether this rank is the lowest living one of its node."""
+        return view.rank == min((rank for rank in view.living if rank in self._node), default=-1)
 
-def _teller(node: Collection[int], view: View) -> int:
-    """Return the lowest living rank of ``node``; −1 if there is none."""
-    return min((rank for rank in view.living if rank in node), default=-1)
+
+def loads_of(record: StepRecord, view: View, load: ExpertLoad) -> ExpertLoads:
+    """Return the load of experts that ``record`` carries, by the homes of ``view``."""
+    tokens = load.tokens(record.expert_load)
+    busiest = ((unit, max(range(load.experts), key=found.__getitem__), found) for unit, found in tokens.items())
+    return ExpertLoads(
+        step=record.version,
+        experts=load.experts,
+        imbalance=view.assignment.imbalance(tokens),
+        busiest=tuple(
+            BusiestExpert(unit, expert, found[expert] * load.experts / sum(found) if any(found) else 1.0)
+            for unit, expert, found in busiest
+        ),
+    )
 
 
 def topology_of(step: int, view: View) -> DrawnTopology:

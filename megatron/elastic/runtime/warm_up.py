@@ -54,7 +54,7 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
         configuration,
         configuration,
         record.to_json(),
-        EntryPoint(0, True, 0, {}, None),
+        EntryPoint(0, True, 0, {}, {}),
         False,
         (),
         "",

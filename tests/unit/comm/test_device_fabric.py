@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None =
     os.environ["STANDIN_DIR"] = str(path.parent)
     opened = NcclLibrary(path)
     name = device_name or f"gpu{here.rank}"
-    vendor = Vendor(torch.device("cpu"), name, lambda rank: NcclCommunicator(opened, rank, limit))
+    vendor = Vendor(torch.device("cpu"), name, lambda rank: NcclCommunicator(opened, rank, limit, start_limit=90.0))
     fabric = vendor.fabric(
         here.rank,
         4,
@@ -194,7 +195,7 @@ def through_edits(here: Here, path: Path, incarnation: int) -> list[str]:
         here.tell("ready")
         if here.rank == 1:
             here.ask()  # killed here
-        stuck(fabric, dp, here)
+        held_up(here, fabric, dp, [0, 2, 3], generation=1, dies=1)
         edit(here, fabric, (0, 2, 3), 2)
         everything(here.rank, (0, 2, 3), dp, fabric)
         row = torch.full((4,), -1.0)
@@ -207,28 +208,6 @@ def through_edits(here: Here, path: Path, incarnation: int) -> list[str]:
     here.exchange("done", True, range(4))
     fabric.close()
     return [change for name, change in fabric.edits if name.startswith(("dp", "pair"))]
-
-
-def stuck(fabric, group: dist.ProcessGroup, here: Here) -> None:  # type: ignore[no-untyped-def]
-    """A collective inside the library that waits for the dead one ends when the generation is frozen."""
-    ended: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            dist.all_reduce(torch.ones(10), group=group)
-        except CommError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while 1 not in fabric.waiting_for() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert 1 in fabric.waiting_for()
-    here.exchange("stuck", True, (0, 2, 3))
-    fabric.interrupt(2)
-    thread.join(20)
-    assert [type(error) for error in ended] == [GenerationChanged]
 
 
 CHANGES = {
@@ -250,6 +229,104 @@ def test_collectives_and_edits_through_the_library(version: str, library: Callab
         results = ranks.results(range(4))
     assert (results[0], results[2], results[3]) == (CHANGES[version][0], CHANGES[version][0], CHANGES[version][3])
     assert results[1] == ["joined"]
+
+
+Script = list[tuple[tuple[int, ...], int | None]]
+"""By generation, from the first: its members, and the one that dies while they connect."""
+ALL, REST = (0, 1, 2, 3), (0, 2, 3)
+DYING: dict[str, tuple[str, Script, list[str]]] = {
+    "ncclCommInitRank": ("full", [(ALL, 1), (REST, None), (ALL, None)], ["started", "grown"]),
+    "another start": ("basic", [(ALL, 1), (REST, None), (ALL, None)], ["started", "rebuilt"]),
+    "ncclCommShrink": ("full", [(ALL, None), (REST, 3), ((0, 2), None)], ["started", "started"]),
+    "ncclCommGrow": ("full", [(ALL, None), (REST, None), (ALL, 1), (REST, None)], ["started", "shrunk", "started"]),
+}
+"""Where a rank dies → the library's version, the script, and the changes of rank 0's communicator."""
+
+
+def connecting(here: Here, path: Path, script: Script, first: int = 1) -> list[str]:
+    """Go through ``script`` from generation ``first`` on, to the end or to the first one without this rank."""
+    fabric = make(here, path, first)
+    group = fabric.group("dp", ALL)
+    for generation, (members, dies) in enumerate(script[first - 1 :], first):
+        if here.rank not in members:
+            return []
+        if dies is not None and here.rank == 0:  # a newcomer is the last of a communicator that grows
+            newcomer = generation > 1 and dies not in script[generation - 2][0]
+            place = len(members) - 1 if newcomer else members.index(dies)
+            (path.parent / f"die-{place}of{len(members)}").touch()
+        edit(here, fabric, members, generation)
+        if dies is None:
+            everything(here.rank, members, group, fabric)
+        elif dies == here.rank:
+            dist.all_reduce(torch.ones(10), group=group)
+        else:
+            held_up(here, fabric, group, [rank for rank in members if rank != dies], generation, dies)
+    here.exchange("done", True, script[-1][0])
+    fabric.close()
+    return [change for name, change in fabric.edits if name.startswith("dp")]
+
+
+def held_up(here: Here, fabric, group: dist.ProcessGroup, survivors: list[int], generation: int, dies: int) -> None:  # type: ignore[no-untyped-def]
+    """Wait for the one that ``dies`` until the generation is frozen. It shows by whom this rank is held up."""
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            dist.all_reduce(torch.ones(10), group=group)
+        except CommError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while dies not in fabric.waiting_for() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert dies in fabric.waiting_for()
+    here.exchange(f"held up {generation}", True, survivors)
+    fabric.interrupt(generation + 1)
+    thread.join(60)
+    assert [type(error) for error in ended] == [GenerationChanged]
+
+
+@pytest.mark.parametrize("where", DYING)
+def test_a_rank_that_dies_while_others_connect_holds_them_up_until_the_generation_is_frozen(
+    where: str, library: Callable[[str], Path]
+) -> None:
+    version, script, changes = DYING[where]
+    path = library(version)
+    with Ranks(4, functools.partial(connecting, path=path, script=script), seconds=120) as ranks:
+        for generation, (members, dies) in enumerate(script, 1):
+            before = script[generation - 2][0] if generation > 1 else members
+            for rank in set(before) - set(members) - {dead for _, dead in script[: generation - 1]}:
+                assert ranks.exit_code(rank) == 0
+            for rank in set(members) - set(before):
+                ranks.start(rank, functools.partial(connecting, path=path, script=script, first=generation))
+            if dies is not None:
+                assert ranks.exit_code(dies) == -signal.SIGKILL
+        assert ranks.hear(0) == changes
+        ranks.results(rank for rank in script[-1][0] if rank)
+
+
+def one_held_up(here: Here, path: Path) -> list[str]:
+    """The members change nothing, but the first one had an operation in flight that the others had not come to."""
+    fabric = make(here, path)
+    group = fabric.group("dp", range(4))
+    edit(here, fabric, range(4), 1)
+    dist.all_reduce(torch.ones(1), group=group)
+    if here.rank == 0:
+        held_up(here, fabric, group, [0], generation=1, dies=1)
+    edit(here, fabric, range(4), 2)
+    everything(here.rank, (0, 1, 2, 3), group, fabric)
+    fabric.close()
+    return [change for name, change in fabric.edits if name.startswith("dp")]
+
+
+@pytest.mark.parametrize("version", ["full", "basic"])
+def test_members_of_which_one_had_to_abort_connect_anew(version: str, library: Callable[[str], Path]) -> None:
+    with Ranks(4, functools.partial(one_held_up, path=library(version)), seconds=60) as ranks:
+        changes = ranks.results(range(4))
+    first = {"full": "rebuilt", "basic": "joined"}[version]
+    assert changes == {0: ["started", first], **{rank: ["started", "rebuilt"] for rank in (1, 2, 3)}}
 
 
 def chosen(here: Here, path: Path) -> dict[str, bool]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron.elastic.comm.vendor.group import Enqueued
 from megatron.elastic.comm.vendor.hccl import BACKEND_NAMES, HcclCommunicator
-from megatron.elastic.comm.vendor.library import VendorHang
+from megatron.elastic.comm.vendor.library import VendorError, VendorHang, VendorInterrupted
 from tests.wheels import newest
 
 
@@ -25,14 +29,20 @@ class Backend:
         self.calls.append(("make", tuple(members), name))
         return self
 
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+        """The first one connects."""
+        self.calls.append(("sum", tuple(tensors[0].shape)))
+
+    def reduce(self, tensors: Sequence[torch.Tensor], options: dist.ReduceOptions) -> None:
+        raise RuntimeError("no such group")
+
     def abort_hccl_comm(self, why: str) -> None:
         time.sleep(self._hang)
         self.calls.append(("abort", why))
 
 
-def share(value: bytes | None) -> bytes:
-    assert value is not None, "rank 0 is the first survivor"
-    return value
+def share(make: Callable[[], bytes]) -> bytes:
+    return make()
 
 
 def test_a_change_of_members_is_a_stop_and_a_new_group_under_a_new_name() -> None:
@@ -50,12 +60,78 @@ def test_a_change_of_members_is_a_stop_and_a_new_group_under_a_new_name() -> Non
     seen = [call[:2] for call in backend.calls]
     assert seen == [
         ("make", (0, 1, 2)),
+        ("sum", (1,)),
         ("abort", "edit"),
         ("make", (0, 2)),
+        ("sum", (1,)),
         ("abort", "edit"),
         ("make", (0, 2)),
+        ("sum", (1,)),
         ("abort", "edit"),
     ]
+
+
+class Waiting(Backend):
+    """Connects when it may: a member has not come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.may, self.stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+        self._wait()
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> dist.Work:
+        self._wait()
+        tensors[0].fill_(7.0)
+        self.stopped.set()
+        return Enqueued(list(tensors))
+
+    def abort_hccl_comm(self, why: str) -> None:
+        super().abort_hccl_comm(why)
+        self.stopped.set()
+
+    def _wait(self) -> None:
+        self.entered.set()
+        assert self.may.wait(30)
+
+
+def test_an_interruption_ends_the_wait_for_a_member_that_does_not_connect() -> None:
+    backend = Waiting()
+    communicator = HcclCommunicator(0, backend.make, limit=5.0)
+    communicator.interrupted = backend.entered.is_set
+    with pytest.raises(VendorInterrupted):
+        communicator.start((0, 1), b"name")
+    assert communicator.order == () and communicator.backend is None
+    backend.may.set()
+    assert backend.stopped.wait(30) and ("abort", "left behind") in backend.calls
+
+
+def test_a_first_message_that_was_left_behind_writes_into_no_tensor_of_its_caller() -> None:
+    backend = Waiting()
+    backend.may.set()
+    communicator = HcclCommunicator(0, backend.make, limit=5.0)
+    communicator.start((0, 1), b"name")
+    communicator.recv(tensor := torch.zeros(3), 1)
+    assert tensor.tolist() == [7.0] * 3
+
+    communicator.start((0, 1), b"another")
+    backend.stopped.clear(), backend.may.clear(), backend.entered.clear()
+    communicator.interrupted = backend.entered.is_set
+    with pytest.raises(VendorInterrupted):
+        communicator.recv(tensor := torch.zeros(3), 1)
+    backend.may.set()
+    assert backend.stopped.wait(30) and tensor.tolist() == [0.0] * 3
+
+
+def test_refusals_of_torch_npu_are_errors_of_the_library() -> None:
+    communicator = HcclCommunicator(0, Backend().make, limit=5.0)
+    communicator.start((0, 1), b"name")
+    with pytest.raises(VendorError, match="HCCL reduce: no such group"):
+        communicator.reduce(torch.ones(1), 0, dist.ReduceOp.SUM)
+    communicator.close()
+    with pytest.raises(VendorError, match="HCCL broadcast: the group was stopped"):
+        communicator.broadcast(torch.ones(1), 0)
 
 
 def test_a_hanging_abort_is_bounded() -> None:
@@ -72,8 +148,28 @@ def test_the_names_exist_in_torch_npu() -> None:
     with newest("torch-npu") as archive:
         source = archive.read("torch_npu/distributed/distributed_c10d.py").decode()
         registry = archive.read("torch_npu/_init/registry/distributed.py").decode()
+        header = " ".join(archive.read(HEADER).decode().split())
+        library = archive.read("torch_npu/lib/libtorch_npu.so")
     for name in BACKEND_NAMES:
-        assert f".{name}(" in source
+        assert f".{name}(" in source and name.encode() in library
     for used in ("ProcessGroupHCCL(", "ProcessGroupHCCL.Options()", ".global_ranks_in_group =", ".group_id ="):
         assert used in registry, f"torch_npu makes its groups without {used}"
     assert "store, group_rank, group_size, pg_options" in registry
+    for prototype in PROTOTYPES:
+        assert prototype in header, prototype
+
+
+HEADER = "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
+PROTOTYPES = (
+    "ProcessGroupHCCL( const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, "
+    "c10::intrusive_ptr<Options> options",
+    "std::vector<uint32_t> global_ranks_in_group;",
+    "std::string group_id;",
+    "void abortAndClearHcclComm(c10::optional<std::string> abortReason);",
+    "allreduce( std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts",
+    "reduce( std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts",
+    "broadcast( std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts",
+    "send(std::vector<at::Tensor>& tensors, int dstRank, int tag)",
+    "recv(std::vector<at::Tensor>& tensors, int srcRank, int tag)",
+)
+"""What is called of a group, in the words of torch_npu's header, spaces made one."""

@@ -71,7 +71,7 @@ def join_state() -> JoinState:
         configuration,
         configuration,
         record.to_json(),
-        EntryPoint(2, True, 7, ended, (1, "why")),
+        EntryPoint(2, True, 7, ended, {1: "why"}),
         False,
         ("lm loss",),
         '{"n": 123456789012345678901234567890}',

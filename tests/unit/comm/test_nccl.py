@@ -64,8 +64,14 @@ def survivor(standin: Standin, members: tuple[int, ...] = (0, 1, 2, 3), rank: in
     return communicator
 
 
-def shared(value: bytes | None) -> bytes:
-    return value if value is not None else b"g" * 128
+def shared(make: Callable[[], bytes]) -> bytes:
+    """On the member that makes the bytes."""
+    return make()
+
+
+def received(make: Callable[[], bytes]) -> bytes:
+    """On another one."""
+    return b"g" * 128
 
 
 def test_a_loss_is_revoke_then_shrink(build: Callable[..., Path]) -> None:
@@ -91,7 +97,7 @@ def test_a_newcomer_is_appended(build: Callable[..., Path]) -> None:
     assert standin.log() == ["grow id", "grow to 3 old id", "abort 2"]
     assert leader.order == (1, 3, 0)
     follower = survivor(standin, (1, 3), rank=3)
-    assert follower.edit((0, 1, 3), shared) == "grown"
+    assert follower.edit((0, 1, 3), received) == "grown"
     assert standin.log() == ["grow to 3 old", "abort 2"]
     newcomer = NcclCommunicator(standin.library, 0, limit=5.0)
     standin.reset()
@@ -140,7 +146,8 @@ def test_a_hanging_revoke_is_noticed_and_ends_the_process(build: Callable[..., P
     assert time.monotonic() - began < 30
     standin.reset()
     script = (
-        "from megatron.elastic.comm.vendor.library import *\nimport time\n"
+        "import time\nfrom megatron.elastic.comm.vendor.calls import bounded\n"
+        "from megatron.elastic.comm.vendor.library import VendorHang, exit_into_respawn\n"
         "try: bounded(lambda: time.sleep(60), 0.1, 'abort')\nexcept VendorHang as hang: exit_into_respawn(hang)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True)

@@ -73,7 +73,7 @@ class Agent:
 def test_a_worker_reads_the_newest_figures_of_the_run_and_none_of_half_a_write(agent: Agent) -> None:
     assert agent.worker.figures() is None
     for losses in (1, 2):
-        figures = RunFigures(losses, 1, 0, 1, 1, 0, 0.25, 1.5, 0.0, 0.99)
+        figures = RunFigures(losses, 1, 0, 1, 1, 0, 0.25, 1.5, 0.0, 0.99, (0.25, 0.0, 0.0, 0.0, 1.25, 0.0))
         agent.slot.tell(figures)
         assert agent.worker.figures() == figures
     agent.slot._map[2304] |= 1  # the agent is writing

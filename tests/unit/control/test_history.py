@@ -10,10 +10,10 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.history import COMPUTED_AGAIN, RESTART, JobHistory
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.nodes import Node
-from megatron.elastic.control.observations import Protection, Recovered, Reprotected, Stepping
+from megatron.elastic.control.observations import COMPUTED_AGAIN, RESTART, Protection, Recovered, Reprotected, Stepping
 from megatron.elastic.control.snapshot import dump, restore
 
 PHASES = {"decide": 0.1, "edit": 0.2, "plan": 0.3, "settle": 0.4}

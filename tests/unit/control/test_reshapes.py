@@ -21,7 +21,7 @@ def test_a_request_is_open_until_the_sizes_are_in_force() -> None:
     state = started(4, 0)
     state.apply(Wanted(LONG))
     assert state.pending() == Pending(reshape=OpenReshape(1, 1, 4, 1))
-    assert state.pending().words() == ["reshape:1,4,1"]
+    assert state.pending().words() == ["reshape:tp1,pp4,dp1"]
     state.apply(Reshaped(1, "under way", "moving"))
     state.apply(Wanted(WIDE))
     assert reshape(state) == OpenReshape(1, 1, 4, 1), "one at a time: ctl refuses the second"

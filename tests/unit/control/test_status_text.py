@@ -17,7 +17,7 @@ from megatron.elastic.control.answers import (
     WorkerStatus,
 )
 from megatron.elastic.control.history import LossNote
-from megatron.elastic.control.observations import Protection, Recovered
+from megatron.elastic.control.observations import BusiestExpert, ExpertLoads, Protection, Recovered
 from megatron.elastic.control.status_text import duration, progress_line, status_lines, summary_lines
 
 RECOVERED = Recovered(3, 118, "re-run", {"decide": 0.02, "edit": 0.1, "plan": 0.01, "settle": 0.054}, lost=(3,), at=330)
@@ -51,6 +51,7 @@ STATUS = JobStatus(
     ranks={rank: RankStatus("member" if rank < 3 else "starting", int(rank == 3), True) for rank in range(4)},
     nodes={0: NodeStatus("gpu1", True, 0, 0.0), 1: NodeStatus("gpu2", True, 1, 55.0)},
     workers_here={0: WorkerStatus(71, 121, "compute", (), 0.2), 1: WorkerStatus(72, 121, "compute", (), 0.3)},
+    expert_loads=ExpertLoads(112, 16, 1.321, (BusiestExpert(2, 5, 1.9), BusiestExpert(4, 11, 3.104))),
 )
 
 
@@ -63,6 +64,8 @@ def test_a_glance_shows_step_members_protection_losses_and_what_moves() -> None:
         "            node 1 (gpu2): left out for 55.0 s, 1 loss within an hour\n"
         "can be lost state now survives the loss of any 1 rank\n"
         "moving      7 layers (embedding and head count) move to other ranks\n"
+        "experts     the busiest rank has 1.32 times the mean of tokens; "
+        "expert 11 of layer 4 has 3.10 times that of its layer (step 112)\n"
         "reshape     in force: TP 1, PP 3, DP 1 since step 40\n"
         "goodput     99.31% of 4 min; lost: decide 0.020 s, computed again 1.200 s\n"
         "losses      1 loss, 1 recovery of 0.184 s on average (MTTR), 0 other changes of members\n"
@@ -89,8 +92,10 @@ def test_progress_is_one_line_and_the_summary_has_steps_losses_and_lost_time() -
 def test_a_job_before_its_first_step_says_so() -> None:
     past = HistoryStatus(0, 0, 0, 0, None, {}, 0.0, -1, 0.0, None, Protection(), (), ())
     early = msgspec.structs.replace(STATUS, state="starting", progress=None, history=past, moving="", pending=())
+    early = msgspec.structs.replace(early, expert_loads=None)
     text = "\n".join(status_lines(early))
     assert "none committed on this node" in text and "goodput     not known" in text
+    assert "experts" not in text
     assert summary_lines(early)[0] == "no step was committed"
     assert progress_line(early) == "starting; 3 of 4 ranks"
 

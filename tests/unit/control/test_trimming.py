@@ -23,11 +23,12 @@ from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.history import RESTART, JobHistory
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, keep, newest, trim
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.nodes import Node
+from megatron.elastic.control.observations import RESTART
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
 from megatron.elastic.control.signer import Signer

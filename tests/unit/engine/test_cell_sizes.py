@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -18,7 +19,7 @@ from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import better_assignment
-from megatron.elastic.engine.generation.shape import GridShape
+from megatron.elastic.engine.generation.shape import CellCut, GridShape
 from megatron.elastic.plan.model import Grid, Profile, UnitCost
 from megatron.elastic.plan.pace import Pace, ranges_of, samples_of
 from megatron.elastic.plan.planner import instant_plan, uniform_profile
@@ -38,14 +39,21 @@ def heads(count: int) -> int:
     return -(-8 // count) * 1_000_000 // 8
 
 
-ANY = CellSizes.of(heads, TENSOR)
-HALVES = CellSizes.of(lambda count: None if count == 3 else heads(count), TENSOR)
+def without_parts(part: Callable[[int], int | None], tensor: int = TENSOR) -> CellSizes:
+    """The sizes of cells that do not share the sequence."""
+    return CellSizes.of(lambda count, parts: part(count) if parts == 1 else None, CellCut(tensor))
+
+
+ANY = without_parts(heads)
+HALVES = without_parts(lambda count: None if count == 3 else heads(count))
+HALF_SIZES = (1, 2, 4)
 LIVING = st.sets(st.integers(0, launch().slots - 1), min_size=1)
 
 
 def test_speed_follows_from_the_largest_part() -> None:
     """Three ranks of four with eight heads: one computes three heads in place of two."""
-    assert {size: round(ppm, -3) for size, ppm in ANY.speed_ppm.items()} == {
+    speeds = {count: ANY.speed(CellCut(count)) for count in range(1, TENSOR + 1)}
+    assert {count: round(ppm, -3) for count, ppm in speeds.items() if ppm is not None} == {
         4: 10**6,
         3: 667_000,
         2: 500_000,
@@ -73,10 +81,10 @@ def test_a_rank_is_parked_only_if_no_damaged_cell_can_use_it(living: set[int]) -
     for number in sorted(damaged):
         ranks = assignment.cells[number].ranks if number in dict(assignment.formed) else ()
         alive = [rank for rank in launch(extra=TENSOR).cells[number].ranks if rank in living]
-        own = max((size for size in HALVES.speed_ppm if size <= len(alive)), default=0)
+        own = max((size for size in HALF_SIZES if size <= len(alive)), default=0)
         assert list(ranks[:own]) == alive[:own], "its own ranks come first"
-        assert len(ranks) in (0, *HALVES.speed_ppm)
-        larger = min((size for size in HALVES.speed_ppm if size > len(ranks)), default=len(ranks))
+        assert len(ranks) in (0, *HALF_SIZES)
+        larger = min((size for size in HALF_SIZES if size > len(ranks)), default=len(ranks))
         assert larger == len(ranks) or larger - len(ranks) > len(parked), f"cell {number} could have {larger} ranks"
     computing = {rank for number in assignment.whole(living) for rank in assignment.cells[number].ranks}
     waiting = {rank for number in assignment.waiting(living) for rank in assignment.cells[number].ranks}
@@ -129,7 +137,7 @@ def test_cells_too_small_for_the_memory_give_their_ranks_to_each_other() -> None
 
 def test_a_rank_that_returns_takes_no_stage_from_the_others() -> None:
     """The second stage has a cell of two leftover ranks alone. One of them could go back to the cell it is from."""
-    sizes = CellSizes.of(lambda count: heads(count) if count in (2, 4) else None, TENSOR)
+    sizes = without_parts(lambda count: heads(count) if count in (2, 4) else None)
     made, start = factory(1 << 40, uniform_profile(UNITS), sizes), Assignment.at_launch(launch())
     living = {1, 2, 3, 5, 6, 7}
     formed = made._manned(start, living)
@@ -213,7 +221,7 @@ def test_exact_mode_is_refused_in_one_line() -> None:
     assert len(error.value.texts) == 1
 
 
-SHAPED = CellSizes.of(heads, TENSOR, 2 * TENSOR)
+SHAPED = without_parts(heads)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
@@ -225,7 +233,7 @@ def test_after_a_reshape_cells_are_measured_by_the_size_in_force(tensor: int) ->
     regular = Assignment.regular(shape, GridShape(sizes, cells, ((0, UNITS),)))
     topology = SHAPED.topology(regular, range(shape.slots))
     assert {cell.nominal_ppm for cell in topology.cells} == {1_000_000} and not reduced_cells(topology)
-    assert SHAPED.room(tensor) <= 1_000_000, "a rank of a larger cell holds whole shards"
+    assert SHAPED.room(CellCut(tensor)) <= 1_000_000, "a rank of a larger cell holds whole shards"
     formed = SHAPED.living_on(regular, set(range(shape.slots)) - {0})
     assert all(len(cell.ranks) <= tensor for cell in formed.cells.values())
     if tensor > 1:
@@ -237,5 +245,5 @@ def test_leftover_ranks_enlarge_no_cell_beyond_the_size_in_force() -> None:
     """One cell of three ranks, and five ranks in no cell: the damaged cell gets one of them."""
     shape = LaunchTopology(4, 1, 2, ((0, UNITS),), Grid(16, 1, 2))
     regular = Assignment.regular(shape, GridShape(ParallelSizes(3, 1, 1), ((0, 1, 2),), ((0, UNITS),)))
-    formed = CellSizes.of(heads, 4, 8).living_on(regular, set(range(8)) - {0})
+    formed = without_parts(heads, 4).living_on(regular, set(range(8)) - {0})
     assert formed.formed == ((0, (1, 2, 3)),)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.plan.model import Grid
 
 UNITS = 4
@@ -25,7 +26,8 @@ def sizes_of(topology: LaunchTopology) -> CellSizes:
     """A cell of n parts is as fast as n."""
     tensor = topology.tensor
     return CellSizes.of(
-        lambda count: None if count % tensor else -(-1_000_000 // count), topology.cell_size, topology.slots, tensor
+        lambda count, parts: -(-1_000_000 // (count * parts)) if count == tensor else None,
+        CellCut(tensor, topology.context),
     )
 
 

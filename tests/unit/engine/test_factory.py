@@ -25,6 +25,7 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import Report, newcomers
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import Relays, View, unit_groups
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import uniform_profile
@@ -80,7 +81,7 @@ def factories(extra: int = 0, policy: str = "elaswave", **config: object) -> Ite
                 chosen.moves_units,
                 uniform_profile(UNITS),
                 Hardware(MEMORY, 10**9),
-                CellSizes(1, {1: 1_000_000}),
+                CellSizes.of(lambda tensor, parts: None, CellCut(1)),
             )
             for fabric in fabrics
         }

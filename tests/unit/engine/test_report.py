@@ -9,14 +9,15 @@ from megatron.elastic.engine.generation.report import Report, phase_is_over
 from megatron.elastic.state.protocol import Holdings
 
 REPORT = st.builds(
-    lambda rank, phase, done, version, under_way: Report(
-        Holdings(rank, version, version), phase, done, version, "assignment", under_way=under_way
+    lambda rank, phase, done, version, under_way, failures: Report(
+        Holdings(rank, version, version), phase, done, version, "assignment", failures, under_way
     ),
     st.integers(0, 7),
     st.integers(1, 3),
     st.booleans(),
     st.integers(0, 5),
     st.booleans(),
+    st.dictionaries(st.integers(1, 4), st.text(max_size=8), max_size=2),
 )
 
 

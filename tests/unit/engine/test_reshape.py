@@ -22,7 +22,7 @@ from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.reshape import covered_by, reshaped
-from megatron.elastic.engine.generation.shape import chunks_of
+from megatron.elastic.engine.generation.shape import CellCut, chunks_of
 from megatron.elastic.engine.generation.view import unit_groups
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid
@@ -35,8 +35,12 @@ from megatron.elastic.state.placement import Rules
 from tests.cluster.cut_model import CUT_DIM, SHAPES, CutModel, shape_at_launch
 
 UNITS = 6
-SIZES = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2])).map(
-    lambda sizes: ParallelSizes(*sizes)
+SIZES = st.builds(
+    ParallelSizes,
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 3]),
+    data=st.sampled_from([1, 2]),
+    context=st.sampled_from([1, 1, 2]),
 )
 
 
@@ -46,8 +50,10 @@ class Job:
     def __init__(self, sizes: ParallelSizes, extra: int = 0) -> None:
         cuts = [UNITS * stage // sizes.pipeline for stage in range(sizes.pipeline + 1)]
         grid = Grid(12, 1, sizes.data)
-        self.launch = LaunchTopology(*sizes, tuple(pairwise(cuts)), grid, extra=extra * sizes.tensor)
-        ranks = self.launch.cell_of(0).ranks
+        tensor, pipeline, data, context = sizes
+        chunks = tuple(pairwise(cuts))
+        self.launch = LaunchTopology(tensor, pipeline, data, chunks, grid, extra=extra * sizes.cell, context=context)
+        ranks = tuple(range(tensor))
         self.covered = CutModel(UNITS, (), CellPlace(ranks, 0), cast(Any, None)).covered
         self.layouts = {
             (unit, shard): UnitLayout.build(unit, shard, self._specs(shard), 256)
@@ -99,11 +105,11 @@ def test_each_replica_covers_each_unit_once_on_living_ranks(change: tuple[Job, P
         assert all(one.end == other.first < other.end for one, other in pairwise(replica.segments))
         for segment in replica.segments:
             ranks = found.cells[segment.cell].ranks
-            assert len(ranks) == sizes.tensor and set(ranks) <= living
+            assert len(ranks) == sizes.cell and set(ranks) <= living
             held = frozenset[tuple[int, int]]().union(*(covered_by(found, rank, job.covered) for rank in ranks))
             assert held == {(u, shard) for u in range(segment.first, segment.end) for shard in job.launch.shards}
     placed = [rank for cell in found.cells.values() for rank in cell.ranks]
-    assert len(set(placed)) == len(placed) and len(placed) == len(job.slots) // sizes.tensor * sizes.tensor
+    assert len(set(placed)) == len(placed) and len(placed) == len(job.slots) // sizes.cell * sizes.cell
     assert not set(found.waiting(job.slots)) & set(cells)
 
 
@@ -141,7 +147,7 @@ def test_no_other_order_of_the_ranks_keeps_more(change: tuple[Job, ParallelSizes
     if found.shape is None:
         return
     for order in permutations(sorted(living), sizes.ranks):
-        cells = tuple(order[at : at + sizes.tensor] for at in range(0, len(order), sizes.tensor))
+        cells = tuple(order[at : at + sizes.cell] for at in range(0, len(order), sizes.cell))
         shape = type(found.shape)(sizes, cells, found.shape.chunks)
         assert job.kept(Assignment.regular(job.launch, shape)) <= job.kept(found)
 
@@ -208,7 +214,7 @@ def test_a_lost_cell_of_the_sizes_is_replaced_and_returns() -> None:
 
 def test_groups_of_a_model_of_one_size_are_not_mixed() -> None:
     """Ranks 1 and 4 are missing: two whole groups would have ranks of different groups of the launch."""
-    job, fixed = Job(ParallelSizes(2, 1, 2), extra=2), CellSizes(2, {2: 1_000_000})
+    job, fixed = Job(ParallelSizes(2, 1, 2), extra=2), CellSizes.of(lambda tensor, parts: None, CellCut(2))
     costs = uniform_profile(UNITS)
     views = ViewFactory(
         fabric=cast(Any, None),
@@ -223,7 +229,7 @@ def test_groups_of_a_model_of_one_size_are_not_mixed() -> None:
         sizes=fixed,
         covered=job.covered,
     )
-    assert views.reshaped(range(4), ParallelSizes(2, 2, 1)).base.sizes == (2, 2, 1)
+    assert views.reshaped(range(4), ParallelSizes(2, 2, 1)).base.sizes == ParallelSizes(2, 2, 1)
     with pytest.raises(PlanError, match="tensor-parallel groups of the launch only"):
         views.reshaped((0, 2, 3, 5), ParallelSizes(2, 2, 1))
     with pytest.raises(PlanError, match="not computed by tensor-parallel groups of 1 ranks"):

@@ -12,7 +12,7 @@ import pytest
 from megatron.elastic.control.requests import OpenReshape, ParallelSizes, Pending
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
-from megatron.elastic.engine.transaction.reshape import Reshaping
+from megatron.elastic.engine.transaction.reshape import Reshaping, open_requests
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid
 
@@ -29,12 +29,12 @@ class Rank:
         self.noticed: list[str] = []
         self.moving: list[int] = []
         self.refusal = ""
-        pending = Pending(reshape=OpenReshape(*ASKED, hopeless))
+        pending = Pending(reshape=OpenReshape(*ASKED, hopeless=hopeless))
         membership = SimpleNamespace(
             pending=lambda: pending, reshape_is=lambda number, state, text: self.told.append((number, state, text))
         )
         self.at = SimpleNamespace(
-            record=SimpleNamespace(version=7),
+            record=SimpleNamespace(version=7, tokens=64.0, skipped=False),
             view=SimpleNamespace(assignment=Assignment.at_launch(LAUNCH), living=living, lowest=lowest, generation=1),
             views=SimpleNamespace(reshaped=self._reshaped),
             agreement=SimpleNamespace(membership=membership),
@@ -85,6 +85,30 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     rank.refusal = "4 replicas for 2 micro-batches a step"
     assert rank.reshaping.target(ASKED) is None
     assert rank.told == [(3, "refused", "TP 1, PP 4, DP 1: 4 replicas for 2 micro-batches a step")]
+
+
+def test_a_mean_loss_is_no_sum_over_parts_of_the_sequence() -> None:
+    rank = Rank()
+    rank.at.record.tokens = 0.0
+    assert rank.reshaping.target((3, 2, 1, 1, 2)) is None
+    why = "ranks that share the sequence need a loss function that returns (sum, tokens, report), not a mean"
+    assert rank.told == [(3, "refused", f"TP 2, CP 2, PP 1, DP 1: {why}")]
+
+
+def test_a_step_that_is_left_out_tells_nothing_about_the_loss() -> None:
+    rank = Rank()
+    rank.at.record.tokens, rank.at.record.skipped = 0.0, True
+    assert rank.reshaping.target((3, 2, 1, 1, 2)) is None and not rank.told
+
+
+def test_a_rank_does_not_vote_for_sizes_that_its_program_cannot_compute() -> None:
+    rank = Rank()
+    at = cast(Any, rank.at)
+    at.tools = SimpleNamespace(interface=SimpleNamespace(objection=lambda parts: ""))
+    assert open_requests(at).reshape is not None and not rank.told
+    at.tools.interface.objection = lambda parts: "the script has whole sequences"
+    assert open_requests(at) == Pending()
+    assert rank.told == [(3, "refused", "TP 1, PP 4, DP 1: the script has whole sequences")]
 
 
 def test_the_begin_is_told() -> None:

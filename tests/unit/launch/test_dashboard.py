@@ -93,6 +93,7 @@ def test_the_figures_are_those_of_the_status(page: list[Element]) -> None:
     figures = dict(zip(text(page, "dt").split("\n"), text(page, "dd").split("\n"), strict=True))
     assert figures["step"] == "120 of 500" and figures["losses"] == "1" and figures["MTTR"] == "0.184 s"
     assert figures["goodput"] == "99.31 %" and figures["members"] == "3 of 4"
+    assert figures["tokens, busiest rank"] == "1.32 × mean"
 
 
 def test_text_from_workers_is_text(page: list[Element]) -> None:

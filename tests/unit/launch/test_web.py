@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -77,7 +79,14 @@ def test_metrics_are_openmetrics_that_a_parser_of_others_reads() -> None:
     assert samples["megatron_elastic_recovery_seconds_total",] == pytest.approx(0.184)
     assert samples["megatron_elastic_ranks", "member"] == 3 and samples["megatron_elastic_goodput_ratio",] == 0.9931
     assert samples["megatron_elastic_state", "training"] == 1 and samples["megatron_elastic_state", "starting"] == 0
+    assert samples["megatron_elastic_expert_rank_load_ratio",] == 1.321
+    assert samples["megatron_elastic_expert_load_ratio", "4"] == 3.104
     assert plain[2].startswith("text/plain") and b"megatron_elastic_losses_total 1.0" in plain[1]
+
+
+def test_a_job_without_experts_has_no_metric_of_them() -> None:
+    dense = dataclasses.replace(SHOWN, status=msgspec.structs.replace(STATUS, expert_loads=None))
+    assert b"expert" in exposition(SHOWN, "").body and b"expert" not in exposition(dense, "").body
 
 
 def test_data_needs_the_token_and_the_page_that_asks_for_it_does_not() -> None:

@@ -3,7 +3,8 @@
     python tests/unit/mcore/context_layers.py OUT.json
 
 Each case first runs as Megatron computes it, without context parallelism. Then cells of each number of parts compute
-it, and pipelines of two cells of different size. The batch goes through two segments, with dropout 0.1 at every site.
+it, whether Megatron has built their model for context parallelism or not, and pipelines of two cells of different
+size. The batch goes through two segments, with dropout 0.1 at every site.
 Written for ``test_context_layers.py``; ranks are forked after one import.
 """
 
@@ -78,6 +79,8 @@ class Case:
     scaled: bool = False
     """True if scores are scaled by the layer's number."""
     tied: bool = False
+    late: bool = False
+    """True if Megatron has built the model without context parallelism, and cells come to share the sequence later."""
 
 
 CASES = (
@@ -87,6 +90,8 @@ CASES = (
     Case(1, 8, "yarn", masked=False, split=True, tied=True),
     Case(2, 2, "rope", masked=True, sequence_parallel=True, recompute="selective"),
     Case(2, 8, "learned_absolute", masked=False, bf16=True, split=True),
+    Case(1, 4, "yarn", masked=False, recompute="selective", late=True),
+    Case(2, 4, "rope", masked=True, sequence_parallel=True, tied=True, late=True),
 )
 
 
@@ -103,7 +108,7 @@ def launched(case: Case, context: ContextParallel | None, groups: Mapping[tuple[
         ffn_hidden_size=COLUMNS,
         apply_query_key_layer_scaling=case.scaled,
         attention_softmax_in_fp32=True,
-        context_parallel_size=1 if context is None else WORLD // case.tensor_parallel,
+        context_parallel_size=1 if context is None or case.late else WORLD // case.tensor_parallel,
     )
     vars(config).update(YARN if case.positions == "yarn" else {})  # read by the model, though no field
     model: Any = GPTModel(
@@ -208,7 +213,7 @@ def pipeline(cell: ContextCell, sizes: tuple[int, int], keys: Mapping[Key, torch
     loss, mine = torch.zeros(()), dict[Key, torch.Tensor]()
     if rank < sum(sizes):
         ranks = tuple(range(number * first, number * first + sizes[number]))
-        place, units = CellPlace(ranks, index, parts=sizes[number]), SEGMENTS[number]
+        place, units = CellPlace(ranks, index, team=1), SEGMENTS[number]
         cell.hold((*range(*units), *([UNITS] if cell.case.tied else [])), place)
         cell.clear()
         cut = cell.interface.cut_sequence()
@@ -259,8 +264,8 @@ def compute(case: Case) -> dict[str, Any]:
     tensor = case.tensor_parallel
     cells = [tuple(range(parts * tensor)) for parts in range(1, WORLD // tensor + 1)]
     chains = [(tuple(range(a)), tuple(range(a, a + b))) for a, b in PIPELINES if tensor == 1]
-    every = [CellPlace(ranks, i, parts=len(ranks) // tensor) for ranks in cells for i in range(len(ranks))]
-    every += [CellPlace(ranks, i, parts=len(ranks)) for both in chains for ranks in both for i in range(len(ranks))]
+    every = [CellPlace(ranks, i, team=tensor) for ranks in cells for i in range(len(ranks))]
+    every += [CellPlace(ranks, i, team=1) for both in chains for ranks in both for i in range(len(ranks))]
     named = {ranks for at in every for ranks in (at.ranks, at.tensor_ranks, at.context_ranks)}
     groups = {ranks: dist.new_group(ranks) for ranks in sorted(named)}
     own = parallel_state.get_tensor_model_parallel_group()
@@ -277,7 +282,7 @@ def compute(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"launch": launch["loss"], "smallest": min_of(launch["gradients"].values()), "cells": {}}
     for ranks in cells:
         if dist.get_rank() in ranks:
-            place = CellPlace(ranks, ranks.index(dist.get_rank()), parts=len(ranks) // tensor)
+            place = CellPlace(ranks, ranks.index(dist.get_rank()), team=tensor)
             cell.hold(range(UNITS + case.tied), place)
             assert context.part is not None
             found["cells"][place.parts] = {

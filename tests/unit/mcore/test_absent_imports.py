@@ -21,12 +21,19 @@ import triton
 import triton.language as tl
 import other_module
 
+NEW = triton.__version__ >= "2.2.0"
+
 @triton.jit
 def kernel(size, BLOCK: tl.constexpr):
     "Doubles."
 
-def launch():
-    kernel[(1,)](4)
+@triton.autotune(configs=[triton.Config({"BLOCK": 8}, num_warps=4)], key=["size"])
+@triton.jit
+def tuned(size: tl.int64, BLOCK: tl.constexpr):
+    "Halves."
+
+def launch(which):
+    which[(1,)](4)
 """
 OTHER = """
 try:
@@ -57,8 +64,9 @@ def importer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_kernels_are_declared_without_triton_and_refuse_to_run(importer: str) -> None:
     absent_imports.install()
     module = importlib.import_module(importer)
-    with pytest.raises(RuntimeError, match="kernel is a Triton kernel and triton is not installed"):
-        module.launch()
+    for kernel, name in ((module.kernel, "kernel"), (module.tuned, "tuned")):
+        with pytest.raises(RuntimeError, match=f"{name} is a Triton kernel and triton is not installed"):
+            module.launch(kernel)
 
 
 def test_no_other_module_hears_of_the_stand_in(importer: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.own_process import result_of
 
 SCRIPT = Path(__file__).with_name("context_layers.py")
-CASES = range(6)
+CASES = range(8)
 
 
 @pytest.fixture(scope="module")

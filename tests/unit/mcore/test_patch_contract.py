@@ -24,7 +24,7 @@ from megatron.elastic.mcore.patching import absent_imports
 from megatron.elastic.mcore.patching.contract import VERSIONS, Wheel, fetch, shapes, used_names
 from megatron.elastic.mcore.patching.import_graph import absent_imports_of
 from megatron.elastic.mcore.patching.patches import bound
-from megatron.elastic.mcore.patching.releases import TESTED, TESTED_TORCH, in_range
+from megatron.elastic.mcore.patching.releases import PATCHED, TESTED, TESTED_TORCH, between_releases, in_range
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((Path(__file__).parent / "megatron_signatures.json").read_text())
@@ -114,6 +114,8 @@ def test_used_names_are_those_read_and_not_guarded() -> None:
 
 def test_the_range_that_a_start_accepts_is_that_of_the_record_and_of_the_package() -> None:
     assert all(in_range(version, TESTED) for version in VERSIONS)
+    assert all(in_range(version, PATCHED) for version in (*VERSIONS, "0.20.0")) and not in_range("0.21.0", PATCHED)
+    assert between_releases("0.20.0").count("\n") == 0 and not any(map(between_releases, VERSIONS))
     assert not in_range("0.20.0", TESTED) and not in_range("0.16.9", TESTED)
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"megatron-core{TESTED}; python_version >= '3.12'" in wanted and f"torch{TESTED_TORCH}" in wanted, wanted

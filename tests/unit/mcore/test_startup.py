@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +83,18 @@ def test_helpers_are_made_only_where_they_are_missing(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if compiled else None)
     rows["compile_helpers"].make(lambda: made.append(1))()
     assert made == ([] if compiled else [1])
+
+
+def test_the_makefile_of_a_checkout_builds_for_this_interpreter(rows: dict[str, Patch], tmp_path: Path) -> None:
+    """Its ``python3-config`` is that of the system, and its ``python3`` too where no environment is activated."""
+    lines = ("LIBEXT = of-the-system", "all:", "\t@echo $(LIBEXT) `python3 -c 'import sys; print(sys.prefix)'` > made")
+    (tmp_path / "Makefile").write_text("\n".join(lines) + "\n")
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as absent:
+        absent.setattr(importlib.util, "find_spec", lambda name: None)
+        rows["compile_helpers"].make(lambda: subprocess.run(["make", "-C", str(tmp_path)], check=True))()
+    assert (tmp_path / "made").read_text().split() == [sysconfig.get_config_var("EXT_SUFFIX"), sys.prefix]
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(("argv", "asked"), [(["x", "--help"], True), (["x", "-h"], True), (["x", "--lr", "1"], False)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from argparse import Namespace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +160,24 @@ def test_a_row_needs_all_of_its_needs() -> None:
         args = Namespace(fused=True)
         substitute(args, machine, [row])
         assert args.fused is kept
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [
+        ("tensor_parallel.layers", "gradient_accumulation_fusion"),
+        ("fusions.fused_layer_norm", "no_persist_layer_norm"),
+        ("fusions.fused_softmax", "masked_softmax_fusion"),
+    ],
+)
+def test_what_a_row_needs_of_apex_is_what_megatron_imports(module: str, attribute: str) -> None:
+    """No registry has a wheel of NVIDIA's Apex: these are the names that it is asked for."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0], *module.split(".")).with_suffix(".py").read_text()
+    imported = set(re.findall(r"^\s+(?:import|from) (\w+)", source, re.MULTILINE))
+    (needs,) = (row.needs for row in ROWS if row.attribute == attribute)
+    assert set(needs) <= imported
 
 
 def test_another_accelerator_keeps_its_own_initial_values_and_collectives() -> None:

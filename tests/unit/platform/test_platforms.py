@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import types
@@ -17,6 +18,7 @@ from megatron.elastic.platform.npu import NpuPlatform
 from megatron.elastic.platform.own_device import own_device, use_own_device
 from megatron.elastic.platform.select import ENVIRONMENT_NAME, PLATFORMS, select
 from megatron.elastic.platform.vendor import VendorPlatform
+from tests.wheels import newest
 
 
 def test_without_a_device_the_cpu_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +137,20 @@ VENDOR_NAMES = (
 @pytest.mark.parametrize("name", VENDOR_NAMES)
 def test_torch_cuda_has_every_name_the_vendor_platforms_call(name: str) -> None:
     assert callable(getattr(torch.cuda, name))
+
+
+@pytest.mark.slow
+def test_torch_npu_has_every_name_the_vendor_platforms_call() -> None:
+    """Of a wheel of 44 MB: its newest release. ``torch.npu`` is its package ``npu``."""
+    with newest("torch-npu") as archive:
+        module = ast.parse(archive.read("torch_npu/npu/__init__.py"))
+        assert "torch_npu/contrib/transfer_to_npu.py" in archive.namelist()
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert set(VENDOR_NAMES) <= set(public)
 
 
 class Calls:

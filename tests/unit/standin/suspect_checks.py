@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
+from megatron.elastic.comm.vendor.group import Enqueued
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
@@ -64,17 +65,47 @@ def check_threads_of_the_engine_begin_on_the_device_of_their_rank() -> None:
     assert "works on standin:3 alone, not on standin:0" in str(other)
 
 
-def check_a_group_is_aborted_on_the_device_of_its_rank() -> None:
+def check_a_group_is_connected_and_aborted_on_the_device_of_its_rank() -> None:
     class Backend:
+        def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+            assert tensors[0].device == torch.device("standin:2") and standin.current_device() == 2
+
         def abort_hccl_comm(self, why: str) -> None:
             self.device, self.thread = standin.current_device(), threading.current_thread()
 
     backend = Backend()
-    set_device = partial(StandinPlatform().set_device, 2)
-    communicator = HcclCommunicator(0, lambda members, name: backend, limit=5.0, set_device=set_device)
+    own, set_device = torch.device("standin:2"), partial(StandinPlatform().set_device, 2)
+    communicator = HcclCommunicator(0, lambda members, name: backend, limit=5.0, set_device=set_device, device=own)
     communicator.start((0, 1), b"name")
     communicator.close()
     assert backend.device == 2 and backend.thread is not threading.main_thread()
+
+
+def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> None:
+    """It is exchanged on another stream, by another thread."""
+
+    class Backend:
+        sent: torch.Tensor
+
+        def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> None:
+            """Connects."""
+
+        def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
+            self.sent = tensors[0] * 1.0
+
+        def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> Enqueued:
+            tensors[0].copy_(self.sent)
+            return Enqueued(list(tensors))
+
+    backend, own = Backend(), torch.device("standin:1")
+    standin.set_device(1)
+    communicator = HcclCommunicator(0, lambda members, name: backend, 5.0, partial(standin.set_device, 1), own)
+    communicator.start((0, 1, 2), b"name")
+    tensor, received = torch.zeros(4, device=own), torch.zeros(4, device=own)
+    communicator.send(tensor.fill_(3.0), 1)
+    tensor.fill_(float("nan"))
+    communicator.recv(received, 2)
+    assert (received + 1.0).tolist() == [4.0] * 4
 
 
 def check_the_clock_is_that_of_the_ranks_device() -> None:

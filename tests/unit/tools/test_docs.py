@@ -52,7 +52,8 @@ def test_the_page_of_benchmarks_is_written_from_the_recorded_figures() -> None:
 
 
 def test_every_benchmark_has_a_section() -> None:
-    by_tools_of_their_own = {"readability", "versions", "install", "functional_configs"}
+    suites = {"torch_suite", "fault_tolerance_suite", "torchft_suite"}
+    by_tools_of_their_own = {"readability", "versions", "install", "functional_configs"} | suites
     assert {section.name for section in SECTIONS} == STANDARD.keys() | by_tools_of_their_own
 
 

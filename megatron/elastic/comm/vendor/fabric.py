@@ -11,7 +11,8 @@ has the right members is kept as it is.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
 revoked (or aborted, where the library cannot). That happens in a helper thread
-with a time limit; a library that hangs there ends the process into a respawn.
+with a time limit; a library that hangs there ends the process into a respawn. A call that connects members is left
+to a thread of its own (:mod:`~megatron.elastic.comm.vendor.calls`).
 
 No GPU and no NPU has run this file. It is tested with real processes over a
 stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -57,6 +59,8 @@ class Held:
     """Names the communicator: the same on all its members, and on no other rank."""
     settled: int = 0
     """Generation in which its members were last agreed."""
+    connecting: tuple[int, ...] = ()
+    """Members that it is being changed to now."""
     busy: int = 0
     """Threads inside an operation of it."""
     enqueued: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)
@@ -66,9 +70,10 @@ class Held:
         """True if an operation is begun or enqueued, and not done."""
         return self.busy > 0 or bool(self._pending())
 
-    def waits(self) -> bool:
-        """True if an operation may wait for other members now. One that the device has not come to does not."""
-        return self.busy > 0 or any(before.query() for before, _ in self._pending())
+    def awaited(self) -> tuple[int, ...]:
+        """The members that an operation may wait for now. One that the device has not come to waits for none."""
+        begun = self.busy > 0 or any(before.query() for before, _ in self._pending())
+        return (*self.connecting, *(self.communicator.order if begun else ()))
 
     def enqueue(self, before: torch.Event, behind: torch.Event) -> None:
         """Note an operation between two events of one stream. On the thread that enqueues."""
@@ -140,20 +145,23 @@ class DeviceFabric(NativeFabric):
         self.outbox.void(generation)
         stuck = [held for held in list(self._held.values()) if held.in_flight()]
         if stuck:
-            threading.Thread(target=self._revoke, args=(stuck,), name="elastic-revoke", daemon=True).start()
+            revoke = partial(self._revoke, stuck, generation)
+            threading.Thread(target=revoke, name="elastic-revoke", daemon=True).start()
 
-    def _revoke(self, stuck: Sequence[Held]) -> None:
+    def _revoke(self, stuck: Sequence[Held], generation: int) -> None:
         for held in stuck:
-            try:
-                held.communicator.revoke()
-            except VendorHang as hang:
-                exit_into_respawn(hang)
-            except VendorError:
-                held.communicator.order = ()  # of no use to any member: made anew
+            with self._settling:
+                if held.settled >= generation:
+                    continue  # it was changed meanwhile: what is in flight now belongs to the new generation
+                try:
+                    held.communicator.revoke()
+                except VendorHang as hang:
+                    exit_into_respawn(hang)
+                except VendorError:
+                    held.communicator.order = ()  # of no use to any member: made anew
 
     def waiting_for(self) -> tuple[int, ...]:
-        busy = [held.communicator.order for held in list(self._held.values()) if held.waits()]
-        others = {rank for order in busy for rank in order if rank != self.rank}
+        others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
         return tuple(sorted({*super().waiting_for(), *others}))
 
     # -- communicators --------------------------------------------------------
@@ -182,12 +190,13 @@ class DeviceFabric(NativeFabric):
             self._check(generation)
             try:
                 if held.settled != generation:
+                    held.communicator.interrupted = lambda: self._hub.frozen() > generation
                     self._settle(group, held)
                 held.busy += 1
             except VendorHang as hang:
                 exit_into_respawn(hang)
             except VendorError as error:
-                held.communicator.order = ()
+                self._close(held)
                 raise self._meaning(error, generation) from error
         try:
             self._check(generation)  # after busy: either the interruption sees us or we see it
@@ -196,6 +205,8 @@ class DeviceFabric(NativeFabric):
             behind = self._mark()
             if before is not None and behind is not None:
                 held.enqueue(before, behind)
+        except VendorHang as hang:
+            exit_into_respawn(hang)
         except VendorError as error:
             raise self._meaning(error, generation) from error
         finally:
@@ -231,7 +242,11 @@ class DeviceFabric(NativeFabric):
         joined = sorted(set(living) - set(order))
         strayed = any(rank in order and rank not in survivors for rank in living)
         revoked = any(states[rank][0] == REVOKED for rank in survivors) and not lost
-        change = self._change(group, held, survivors, lost, joined, damaged=strayed or revoked)
+        held.connecting = tuple(living)
+        try:
+            change = self._change(group, held, survivors, lost, joined, damaged=strayed or revoked)
+        finally:
+            held.connecting = ()
         if change != "kept":
             text = json.dumps([registry.group_name("", own.order), self.generation]).encode()
             held.making = hashlib.blake2s(group.group_name.encode() + text, digest_size=MAKING_BYTES).digest()
@@ -244,15 +259,15 @@ class DeviceFabric(NativeFabric):
         own, living = held.communicator, group.living()
         source = survivors[0] if survivors else living[0]
 
-        def share(value: bytes | None) -> bytes:
-            return group.host_bytes(value, source)
+        def share(make: Callable[[], bytes]) -> bytes:
+            return group.host_bytes(make() if self.rank == source else None, source)
 
         if not survivors:
-            own.start(sorted(living), share(own.new_identity() if self.rank == source else None))
+            own.start(sorted(living), share(own.new_identity))
             return "started"
         if self.rank in survivors:
             return own.edit(sorted(living), share, damaged)
-        identity = share(None)
+        identity = share(own.new_identity)
         own.close()
         if own.rebuilds(bool(lost), bool(joined), damaged):
             own.start(sorted(living), identity)

@@ -4,21 +4,28 @@ HCCL cannot shrink or grow: an edit stops what is in flight and makes the group'
 links anew, under a name that its first survivor hands round. It is local to the
 groups a change touches.
 
+torch_npu connects the members of a group inside their first collective, and two members inside their first message
+(``createHCCLComm`` in its ``ProcessGroupHCCL.cpp``), for up to HCCL_CONNECT_TIMEOUT, 120 s or more. So both run in a
+thread that the caller can leave (:mod:`~megatron.elastic.comm.vendor.calls`), on a stream and tensors of their own: a
+call that was left behind writes into no memory that is used.
+
 Names used are checked against a torch-npu wheel by
 ``tests/unit/comm/test_hccl.py``. No Ascend device has run this file.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, bounded
+from megatron.elastic.comm.vendor.calls import bounded, connected
+from megatron.elastic.comm.vendor.library import Edit, Share, VendorCommunicator, VendorError, never
 
 __all__ = ["BACKEND_NAMES", "HcclCommunicator"]
 
@@ -26,6 +33,8 @@ BACKEND_NAMES = ("abort_hccl_comm",)
 """Methods used of ``ProcessGroupHCCL`` besides those of every c10d backend."""
 
 TYPES = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16})
+HOST = torch.device("cpu")
+T = TypeVar("T")
 REDUCTIONS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN})
 
 
@@ -34,7 +43,7 @@ class HcclCommunicator(VendorCommunicator):
 
     ``make_backend(members, name)`` connects a ``ProcessGroupHCCL`` over ``members`` (global ranks, in order), all of
     them under one ``name`` that was never used before. An abort waits at most ``limit`` seconds in a helper thread, in
-    which ``set_device`` is run first.
+    which ``set_device`` is run first. ``device`` is where tensors lie.
     """
 
     def __init__(
@@ -43,31 +52,45 @@ class HcclCommunicator(VendorCommunicator):
         make_backend: Callable[[Sequence[int], str], Any],
         limit: float,
         set_device: Callable[[], None] = lambda: None,
+        device: torch.device = HOST,
     ) -> None:
         self.order: tuple[int, ...] = ()
         self.revoked = self.can_shrink = self.can_grow = False
+        self.interrupted = never
         self._rank = rank
         self._make_backend = make_backend
         self._limit = limit
         self._set_device = set_device
+        self._device = device
+        self._met: set[int] = set()
+        """Members that a message was exchanged with."""
         self.backend: Any = None
 
     def new_identity(self) -> bytes:
         return secrets.token_hex(16).encode()
 
     def start(self, members: Sequence[int], identity: bytes) -> None:
+        def connect() -> Any:
+            backend = self._make_backend(members, identity.decode())
+            _issue(backend, "allreduce", [torch.zeros(1, device=self._device)], dist.AllreduceOptions())
+            return backend
+
+        def left(backend: Any) -> None:
+            if backend is not None:
+                backend.abort_hccl_comm("left behind")
+
+        self.backend = self._connected(connect, left)
         self.order, self.revoked = tuple(members), False
-        self.backend = self._make_backend(self.order, identity.decode())
+        self._met.clear()
 
     def join(self, order: Sequence[int], identity: bytes) -> None:
         self.start(sorted(order), identity)
 
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
+    def edit(self, members: Sequence[int], share: Share, damaged: bool = False) -> Edit:
         if set(members) == set(self.order) and not damaged:
             return "kept"
-        leader = next(rank for rank in self.order if rank in members)
         self.close()
-        self.start(sorted(members), share(self.new_identity() if leader == self._rank else None))
+        self.start(sorted(members), share(self.new_identity))
         return "rebuilt"
 
     def revoke(self) -> None:
@@ -101,20 +124,61 @@ class HcclCommunicator(VendorCommunicator):
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = cast(Any, op)
-        self.backend.allreduce([tensor], options).wait()
+        _issue(self.backend, "allreduce", [tensor], options).wait()
 
     def reduce(self, tensor: torch.Tensor, root: int, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = cast(Any, op), root
-        self.backend.reduce([tensor], options).wait()
+        _issue(self.backend, "reduce", [tensor], options).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self.backend.broadcast([tensor], options).wait()
+        _issue(self.backend, "broadcast", [tensor], options).wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self.backend.send([tensor], to, 0)
+        if to in self._met:
+            _issue(self.backend, "send", [tensor], to, 0)
+        else:
+            self._meet(to, "send", tensor.clone())
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
-        self.backend.recv([tensor], source, 0).wait()
+        if source in self._met:
+            _issue(self.backend, "recv", [tensor], source, 0).wait()
+        else:
+            received = torch.empty_like(tensor)
+            self._meet(source, "recv", received).wait()
+            tensor.copy_(received)
+
+    def _meet(self, peer: int, name: str, tensor: torch.Tensor) -> Any:
+        """Exchange the first message with ``peer``; its work."""
+        backend = self.backend
+        work = self._connected(lambda: _issue(backend, name, [tensor], peer, 0), lambda _: None)
+        self._met.add(peer)
+        return work
+
+    def _connected(self, connect: Callable[[], T], left: Callable[[T | None], None]) -> T:
+        """``connect()`` in a thread that can be left behind, on a stream of its own in the place of the current one."""
+        aside = None if self._device.type == "cpu" else torch.Stream(self._device)
+        if aside is not None:
+            aside.wait_stream(torch.accelerator.current_stream(self._device))
+
+        def run() -> T:
+            self._set_device()
+            with aside or nullcontext():
+                return connect()
+
+        made = connected(run, math.inf, "connecting by HCCL", self.interrupted, left)
+        if aside is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(aside)
+        return made
+
+
+def _issue(backend: Any, name: str, *arguments: Any) -> Any:
+    """Call a method of a ``ProcessGroupHCCL``. Raises :class:`VendorError` where torch_npu raises, or if it is gone."""
+    if backend is None:
+        raise VendorError(f"HCCL {name}: the group was stopped")
+    try:
+        return getattr(backend, name)(*arguments)
+    except RuntimeError as error:
+        raise VendorError(f"HCCL {name}: {error}") from error

@@ -2,20 +2,19 @@
 
 Bulk data on accelerators goes through the vendor; membership, errors and
 waiting stay ours. A library may be unable to do part of an edit, or hang while
-aborting (both have). Hence every call that can block runs in a helper with a time limit (:func:`bounded`). If
-the helper does not return, the process ends and the agent starts it again, which is faster than any time-out
-above it.
+aborting (both have). Hence every call that can block runs in a helper with a time limit
+(:mod:`~megatron.elastic.comm.vendor.calls`). If the helper does not return, the process ends and the agent starts it
+again, which is faster than any time-out above it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,13 @@ from megatron.elastic.comm.errors import CommError
 __all__ = [
     "RESPAWN_EXIT_CODE",
     "Edit",
+    "Share",
     "VendorCommunicator",
     "VendorError",
     "VendorHang",
-    "bounded",
+    "VendorInterrupted",
     "exit_into_respawn",
+    "never",
 ]
 
 RESPAWN_EXIT_CODE = 75
@@ -38,7 +39,9 @@ RESPAWN_EXIT_CODE = 75
 Edit = Literal["kept", "shrunk", "grown", "replaced", "rebuilt"]
 """The result of an edit: nothing, dropped members, added, both, or all made anew."""
 
-T = TypeVar("T")
+Share = Callable[[Callable[[], bytes]], bytes]
+"""``share(make)`` returns on all members what ``make()`` returns on one of them, the only one that calls it."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +49,17 @@ class VendorError(CommError):
     """The vendor library refused a call; the text names the call and its reason."""
 
 
+class VendorInterrupted(VendorError):
+    """Members that a call was to connect have changed: it was left to a thread that no other waits for."""
+
+
 class VendorHang(CommError):
     """A vendor call did not return within its limit; its thread is lost."""
+
+
+def never() -> bool:
+    """Return False: nothing interrupts a communicator that no fabric uses."""
+    return False
 
 
 class VendorCommunicator(ABC):
@@ -64,6 +76,10 @@ class VendorCommunicator(ABC):
     """Pending operations have been stopped: none can be begun, members can still be dropped."""
     can_shrink: bool
     can_grow: bool
+    interrupted: Callable[[], bool]
+    """True once the generation that the next calls are made for is over (:func:`never`, until a fabric says).
+
+    Calls that connect members then end with :class:`VendorInterrupted`."""
 
     def rebuilds(self, lost: bool, joined: bool, damaged: bool) -> bool:
         """True if such a change makes all anew; the same answer on every process of a job."""
@@ -85,12 +101,10 @@ class VendorCommunicator(ABC):
         """
 
     @abstractmethod
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
+    def edit(self, members: Sequence[int], share: Share, damaged: bool = False) -> Edit:
         """Stop what is in flight and make ``members`` (global ranks, this one included) the members.
 
-        Called by survivors. ``share(value)`` broadcasts bytes over the host
-        links, from the member that passes bytes to those that pass None: the
-        first survivor in ``order``. ``damaged``: what stands cannot be kept even
+        Called by survivors. ``damaged``: what stands cannot be kept even
         for the same members. Raises :class:`VendorError`, :class:`VendorHang`.
         """
 
@@ -126,27 +140,6 @@ class VendorCommunicator(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, source: int) -> None: ...
-
-
-def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
-    """``action()`` in a helper thread. Raises :class:`VendorHang` when it takes longer than ``seconds``."""
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(action())
-        except BaseException as error:
-            failure.append(error)
-
-    helper = threading.Thread(target=run, name=f"elastic-vendor-{what}", daemon=True)
-    helper.start()
-    helper.join(seconds)
-    if helper.is_alive():
-        raise VendorHang(f"{what} did not return within {seconds:.3g} s")
-    if failure:
-        raise failure[0]
-    return result[0]
 
 
 def exit_into_respawn(hang: VendorHang) -> NoReturn:

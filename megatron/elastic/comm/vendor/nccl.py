@@ -24,14 +24,15 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, bounded
+from megatron.elastic.comm.vendor.calls import bounded, connected
+from megatron.elastic.comm.vendor.library import Edit, Share, VendorCommunicator, VendorError, VendorInterrupted, never
 
 __all__ = ["PROTOTYPES", "NcclCommunicator", "NcclLibrary"]
 
@@ -170,6 +171,7 @@ class NcclCommunicator(VendorCommunicator):
         self.order: tuple[int, ...] = ()
         self.revoked = False
         self.can_shrink, self.can_grow = library.can_shrink, library.can_grow
+        self.interrupted = never
         self._library = library
         self._rank = rank
         self._limit = limit
@@ -197,20 +199,19 @@ class NcclCommunicator(VendorCommunicator):
         self._comm = self._new("ncclCommGrow", lambda out: (None, len(order), ctypes.byref(known), place, out, None))
         self.order, self.revoked = tuple(order), False
 
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
+    def edit(self, members: Sequence[int], share: Share, damaged: bool = False) -> Edit:
         lost = [index for index, rank in enumerate(self.order) if rank not in members]
         joined = sorted(set(members) - set(self.order))
         if not lost and not joined and not damaged:
             return "kept"
-        leader = next(rank for rank in self.order if rank in members) == self._rank
         if self.rebuilds(bool(lost), bool(joined), damaged):
             self.close()
-            self.start(sorted(members), share(self._library.unique_id() if leader else None))
+            self.start(sorted(members), share(self.new_identity))
             return "rebuilt"
         if lost:
             self._shrink(lost)
         if joined:
-            self._grow(joined, leader, share)
+            self._grow(joined, share)
         return "replaced" if lost and joined else "shrunk" if lost else "grown"
 
     def revoke(self) -> None:
@@ -269,32 +270,52 @@ class NcclCommunicator(VendorCommunicator):
                 self._bounded("ncclCommRevoke", old, REVOKE_DEFAULT)
             flags = SHRINK_DEFAULT  # nothing is in flight any more
         excluded = (ctypes.c_int * len(lost))(*lost)
-        self._comm = self._new("ncclCommShrink", lambda out: (old, excluded, len(lost), out, None, flags))
-        self._bounded("ncclCommAbort", old)
+        self._replace("ncclCommShrink", lambda out: (old, excluded, len(lost), out, None, flags))
         self.order, self.revoked = tuple(rank for index, rank in enumerate(self.order) if index not in lost), False
 
-    def _grow(self, joined: list[int], leader: bool, share: Callable[[bytes | None], bytes]) -> None:
-        old = self._comm
-        identity = UniqueId()
-        if leader:
+    def _grow(self, joined: list[int], share: Share) -> None:
+        old, identity = self._comm, UniqueId()
+
+        def make() -> bytes:
             self._bounded("ncclCommGetUniqueId", old, ctypes.byref(identity))
-        share(bytes(identity) if leader else None)
+            return bytes(identity)
+
+        leads = share(make) == bytes(identity)
         order = (*self.order, *joined)
-        known = ctypes.byref(identity) if leader else None
-        self._comm = self._new("ncclCommGrow", lambda out: (old, len(order), known, -1, out, None))
-        self._bounded("ncclCommAbort", old)
+        known = ctypes.byref(identity) if leads else None
+        self._replace("ncclCommGrow", lambda out: (old, len(order), known, -1, out, None))
         self.order = order
 
-    def _new(self, name: str, arguments: Callable[[Any], tuple[Any, ...]]) -> int:
-        handle = ctypes.c_void_p()
-        self._bounded(name, *arguments(ctypes.byref(handle)), limit=self._start_limit)
-        if handle.value is None:
-            raise VendorError(f"{name}: gave no communicator")
-        return handle.value
+    def _replace(self, name: str, arguments: Callable[[Any], tuple[Any, ...]]) -> None:
+        """Put the communicator that ``name`` makes of the present one in its place."""
+        old = self._comm
+        try:
+            self._comm = self._new(name, arguments, parent=old)
+        except VendorInterrupted:
+            self._comm = None  # the call that was left behind uses it
+            raise
+        self._bounded("ncclCommAbort", old)
 
-    def _bounded(self, name: str, *arguments: Any, limit: float | None = None) -> None:
-        def run() -> None:
-            self._set_device()
-            self._library.call(name, *arguments)
+    def _new(self, name: str, arguments: Callable[[Any], tuple[Any, ...]], parent: int | None = None) -> int:
+        def connect() -> int:
+            handle = ctypes.c_void_p()
+            self._call(name, *arguments(ctypes.byref(handle)))
+            if handle.value is None:
+                raise VendorError(f"{name}: gave no communicator")
+            return handle.value
 
-        bounded(run, self._limit if limit is None else limit, name)
+        def left(made: int | None) -> None:
+            for comm in (made, parent):
+                if comm is not None:
+                    with suppress(VendorError):  # it is broken already
+                        self._call("ncclCommAbort", comm)
+
+        return connected(connect, self._start_limit, name, self.interrupted, left)
+
+    def _bounded(self, name: str, *arguments: Any) -> None:
+        bounded(lambda: self._call(name, *arguments), self._limit, name)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """In a helper thread, which begins on device 0."""
+        self._set_device()
+        self._library.call(name, *arguments)

@@ -30,7 +30,9 @@ __all__ = ["ABORT_SECONDS", "START_SECONDS", "Vendor", "vendor_of"]
 ABORT_SECONDS = 10.0
 """Time-out in seconds of a vendor call that ends operations; then the process ends and is started again."""
 START_SECONDS = 120.0
-"""Time-out in seconds of a vendor call that connects members: the first one loads kernels and opens the network."""
+"""Time-out in seconds of a vendor call that connects members: the first one loads kernels and opens the network.
+
+A change of members interrupts it. HCCL has a limit of its own (HCCL_CONNECT_TIMEOUT)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) 
             case "nccl":
                 return Vendor(device, name, _nccl(platform, device))
             case "hccl":
-                return Vendor(device, name, _hccl(store, functools.partial(platform.set_device, index)))
+                return Vendor(device, name, _hccl(store, functools.partial(platform.set_device, index), device))
             case _:
                 return Vendor(device, name, lambda rank: ThroughHost())
     except (OSError, ImportError, AssertionError, RuntimeError) as error:
@@ -89,7 +91,7 @@ def _nccl(platform: Platform, device: torch.device) -> Callable[[int], VendorCom
 
 
 def _hccl(
-    store: dist.Store | Callable[[], dist.Store], set_device: Callable[[], None]
+    store: dist.Store | Callable[[], dist.Store], set_device: Callable[[], None], device: torch.device
 ) -> Callable[[int], VendorCommunicator]:
     npu = importlib.import_module("torch_npu")
 
@@ -104,6 +106,6 @@ def _hccl(
             options.global_ranks_in_group, options.group_id = list(members), name
             return kind(dist.PrefixStore(f"hccl/{name}", client()), list(members).index(rank), len(members), options)
 
-        return HcclCommunicator(rank, make_backend, ABORT_SECONDS, set_device)
+        return HcclCommunicator(rank, make_backend, ABORT_SECONDS, set_device, device)
 
     return communicator

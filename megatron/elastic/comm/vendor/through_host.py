@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError
+from megatron.elastic.comm.vendor.library import Edit, Share, VendorCommunicator, VendorError, never
 
 __all__ = ["ThroughHost"]
 
@@ -20,6 +20,7 @@ class ThroughHost(VendorCommunicator):
     def __init__(self) -> None:
         self.order = ()
         self.revoked = self.can_shrink = self.can_grow = False
+        self.interrupted = never
 
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
         return False
@@ -39,7 +40,7 @@ class ThroughHost(VendorCommunicator):
     def join(self, order: Sequence[int], identity: bytes) -> None:
         _refuse()
 
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
+    def edit(self, members: Sequence[int], share: Share, damaged: bool = False) -> Edit:
         _refuse()
 
     def batch(self) -> AbstractContextManager[None]:

@@ -64,8 +64,8 @@ class Crew:
 class CellPlace:
     """A rank's place in its cell, and its crew where ranks share experts.
 
-    The ranks of a cell are ``parts`` tensor-parallel groups of one size, one after the other. Each has one part of the
-    sequence (:mod:`~megatron.elastic.engine.compute.sequence_cut`) and all shards of the weights.
+    The ranks of a cell are tensor-parallel groups of one size, one after the other. Each has one part of the sequence
+    (:mod:`~megatron.elastic.engine.compute.sequence_cut`) and all shards of the weights.
     """
 
     ranks: tuple[int, ...]
@@ -73,7 +73,13 @@ class CellPlace:
     index: int
     """Which of them this rank is."""
     crew: Crew | None = None
-    parts: int = 1
+    team: int | None = None
+    """Number of ranks of each group where the cells of a job share the sequence; None: a cell is one group."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the sequence."""
+        return 1 if self.team is None else max(1, len(self.ranks) // self.team)
 
     @property
     def position(self) -> Position:
@@ -166,11 +172,24 @@ class ModelInterface(Protocol):
         On any thread, and of any parameter of the model.
         """
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
-        """Return the largest part of a layer that one rank of a cell of ``count`` ranks computes, in millionths.
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
+        """Return the largest part of a layer that one rank of a cell computes, in millionths.
 
-        The same on every rank, so it asks about the ``parameters`` of the whole model, not about those that this
-        process holds. ``None`` if a cell of that size cannot compute the model.
+        ``tensor``: ranks of a tensor-parallel group; ``parts``: such groups, which share the sequence. The same on
+        every rank, so it asks about the ``parameters`` of the whole model, not about those that this process holds.
+        ``None`` if such a cell cannot compute the model.
+        """
+
+    def refusal(self, tensor: int, parts: int) -> str:
+        """Return why no job has cells of ``parts`` groups of ``tensor`` ranks while no rank is missing; empty: it may.
+
+        The same on every rank.
+        """
+
+    def objection(self, parts: int) -> str:
+        """Return why this process cannot compute one of ``parts`` parts of the sequence; empty: it knows no reason.
+
+        From what it has run so far, so other ranks may know more.
         """
 
     def held_units(self) -> tuple[int, ...]:
@@ -186,7 +205,7 @@ class ModelInterface(Protocol):
         """
 
     def cut_sequence(self) -> SequenceCut | None:
-        """Return how cells cut the sequence over their ranks; ``None`` if each rank has all of it."""
+        """Return how the cells of now cut the sequence over their ranks; ``None`` if each rank has all of it."""
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""

@@ -286,7 +286,7 @@ def agreed_by(total: Tally, requests: Pending) -> Agreed:
 
 def _reshape(requests: Pending) -> tuple[int, ...]:
     asked = requests.reshape
-    return () if asked is None else (asked.number, asked.tensor, asked.pipeline, asked.data)
+    return () if asked is None else (asked.number, *asked.sizes)
 
 
 def _digest(numbers: Sequence[int]) -> int:

@@ -97,7 +97,7 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index), self._parts(cell)))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index), self.base.team))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
@@ -140,9 +140,6 @@ class Assignment:
         first = index - index % launch.expert_ranks
         mine = slice(first, first + launch.expert_ranks)
         return Crew(tuple(ranks[mine]), tuple(homes[mine]))
-
-    def _parts(self, cell: Cell) -> int:
-        return self.launch_topology.parts_of(len(cell.ranks)) or 1
 
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.

@@ -1,10 +1,10 @@
 """Cells that go on with fewer ranks than they should have (nonuniform tensor parallelism, arXiv 2504.06095).
 
-A cell that has lost ranks is *formed* of its living ones, in the order of the launch, as many of them as the model can
-be cut over. Living ranks that are in no cell then enlarge the smallest of the formed cells, also one that has no rank
-left. Two cells that have three ranks each, of a model that is cut by two, leave two ranks for a third cell. A rank
-joins the cell that is nearest by rank number, since such ranks are likely to share a node. No cell gets more ranks than
-the sizes in force give it. Any others are parked.
+A cell that has lost ranks is *formed* of its living ones, in the order of the sizes in force, as many of them as the
+model can be cut over. Living ranks that are in no cell then enlarge the smallest of the formed cells, also one that
+has no rank left. Two cells that have three ranks each, of a model that is cut by two, leave two ranks for a third
+cell. A rank joins the cell that is nearest by rank number, since such ranks are likely to share a node. No cell gets
+more ranks than the sizes in force give it. Any others are parked.
 
 With context parallelism a cell is formed of whole tensor-parallel groups, each with a part of the sequence. A rank
 keeps its place in such a group, and so its shards: ranks of broken groups form whole ones, one rank a place.
@@ -18,10 +18,12 @@ A cell computes as fast as its rank with the largest part of a unit. That part a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.shape import CellCut, GridShape
 from megatron.elastic.plan.model import Topology
 from megatron.elastic.plan.profile import PPM
 
@@ -30,31 +32,43 @@ __all__ = ["CellSizes"]
 
 @dataclass(frozen=True)
 class CellSizes:
-    """The numbers of ranks that a cell may have, and the nominal speed with each."""
+    """The cuts that a cell may have, and the nominal speed with each."""
 
-    launch: int
-    """The number of ranks of a cell at launch."""
-    speed_ppm: Mapping[int, int]
-    """Number of ranks → nominal speed relative to a cell of ``launch`` ranks."""
-    team: int = 1
-    """Number of ranks that are in a cell together: a tensor-parallel group, with context parallelism."""
+    launch: CellCut
+    """The cut of a cell at launch."""
+    largest_part: Callable[[int, int], int | None]
+    """Tensor-parallel ranks, parts of the sequence → largest part of a layer (:meth:`ModelInterface.largest_part`)."""
 
     @classmethod
-    def of(cls, largest_part: Callable[[int], int | None], launch: int, most: int = 0, team: int = 1) -> CellSizes:
-        """Return the sizes up to ``most`` that a model can be cut into (:meth:`ModelInterface.largest_part`).
+    def of(cls, largest_part: Callable[[int, int], int | None], launch: CellCut) -> CellSizes:
+        """Return the cuts that ``largest_part`` knows, and the launch's. It is asked about each only once."""
+        return cls(launch, cache(largest_part))
 
-        ``most`` is at least ``launch``, the size that is always there.
-        """
-        whole = largest_part(launch)
-        parts = {launch: whole or PPM}
-        others = (size for size in range(1, max(launch, most) + 1) if size != launch)
-        parts.update((size, part) for size in others if (part := largest_part(size)) is not None)
-        return cls(launch, {size: parts[launch] * PPM // part for size, part in parts.items()}, team)
+    def speed(self, cut: CellCut) -> int | None:
+        """Return the nominal speed of a cell relative to one of the launch, in ppm; ``None``: it cannot compute."""
+        return self._relative(self.launch, cut)
+
+    def _relative(self, base: CellCut, cut: CellCut) -> int | None:
+        if base == cut:
+            return PPM
+        part = self.largest_part(*cut)
+        return None if part is None else (self.largest_part(*base) or PPM) * PPM // part
 
     @property
     def smaller(self) -> tuple[int, ...]:
-        """The sizes below the launch's, ascending."""
-        return tuple(sorted(size for size in self.speed_ppm if size < self.launch))
+        """The numbers of ranks below the launch's with which a damaged cell of the launch goes on, ascending."""
+        tensor, parts = self.launch
+        fewer = [CellCut(tensor, n) for n in range(1, parts)] if parts > 1 else [CellCut(n) for n in range(1, tensor)]
+        return tuple(cut.tensor * cut.parts for cut in fewer if self.speed(cut) is not None)
+
+    @property
+    def only_launch(self) -> bool:
+        """True if the model is computed by the launch's cut alone: none up to twice its size in one direction fits."""
+        tensor, parts = self.launch
+        cuts = {CellCut(n, parts) for n in range(1, 2 * tensor + 1)} | {
+            CellCut(tensor, n) for n in range(1, 2 * parts + 1)
+        }
+        return all(cut == self.launch or self.speed(cut) is None for cut in cuts)
 
     def topology(self, assignment: Assignment, living: Collection[int]) -> Topology:
         """Return the topology of ``living`` with the nominal speeds of its cells.
@@ -62,21 +76,23 @@ class CellSizes:
         They are relative to a cell of the sizes in force, so that no cell of that size counts as one that has lost
         ranks.
         """
-        topology = assignment.topology(living)
-        regular = self.speed_ppm.get(assignment.base.cell_size, PPM)
+        topology, base = assignment.topology(living), assignment.base
+        regular = self.speed(base.cut(base.cell_size)) or PPM
         cells = (
-            replace(cell, nominal_ppm=max(1, self.speed_ppm.get(len(cell.ranks), regular) * PPM // regular))
+            replace(cell, nominal_ppm=max(1, (self.speed(base.cut(len(cell.ranks))) or regular) * PPM // regular))
             for cell in topology.cells
         )
         return replace(topology, cells=tuple(cells))
 
-    def room(self, count: int) -> int:
-        """Return the memory of a cell of ``count`` ranks for units, relative to one of the launch, in ppm.
+    def room(self, cut: CellCut) -> int:
+        """Return the memory of a cell for units, relative to one of the launch, in ppm.
 
-        A rank of fewer needs as much more memory as its part of a unit is larger. A rank of more holds whole shards,
-        although it computes with parts of them, so it needs no less than at launch.
+        A rank of fewer needs as much more memory as its part of a unit is larger. A rank of more tensor-parallel ones
+        holds whole shards, although it computes with parts of them, so it needs no less than at launch. Weights are
+        not cut with the sequence.
         """
-        return min(PPM, self.speed_ppm.get(count, PPM))
+        weights = self._relative(CellCut(self.launch.tensor), CellCut(cut.tensor))
+        return min(PPM, self.speed(cut) or PPM, weights or PPM)
 
     def living_on(
         self, assignment: Assignment, living: Collection[int], least: Mapping[int, int] | None = None
@@ -86,22 +102,22 @@ class CellSizes:
         ``least``: number of ranks that a cell needs at least, by cell; with fewer it is not formed.
         """
         seated = replace(assignment.undamaged(), formed=()).seated(living)
-        most = assignment.base.cell_size
-        damaged, needed = seated.broken(living), dict(least or {})
+        base, sizes = assignment.base, self._counts(assignment.base)
+        team, damaged, needed = base.team or 1, seated.broken(living), dict(least or {})
         alive = {
-            number: self._teams(rank for rank in seated.cells[number].ranks if rank in living) for number in damaged
+            number: _teams(base, [rank for rank in seated.cells[number].ranks if rank in living]) for number in damaged
         }
         formed = {
-            number: alive[number][: self._fitting(len(alive[number]) * self.team, needed.get(number, 1)) // self.team]
+            number: alive[number][: _fitting(sizes, len(alive[number]) * team, needed.get(number, 1)) // team]
             for number in damaged
         }
         whole = seated.whole(living)
         free = set(living) - {rank for number in whole for rank in seated.cells[number].ranks}
         free -= {rank for teams in formed.values() for team in teams for rank in team}
         while True:
-            waiting = self._teams(sorted(free))
+            waiting = _teams(base, sorted(free))
             larger = {
-                number: self._above(len(teams) * self.team, needed.get(number, 1), most) // self.team
+                number: _above(sizes, len(teams) * team, needed.get(number, 1)) // team
                 for number, teams in formed.items()
             }
             able = [number for number, size in larger.items() if size and size - len(formed[number]) <= len(waiting)]
@@ -122,20 +138,36 @@ class CellSizes:
         }
         return replace(seated, formed=tuple(present.items()))
 
-    def _teams(self, ranks: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the teams that ``ranks`` form, in their order: those of the launch, then others, one rank a place."""
-        left = list(ranks)
-        launched = dict.fromkeys(rank // self.team for rank in left)
-        whole = [tuple(range(number * self.team, (number + 1) * self.team)) for number in launched]
-        teams = [team for team in whole if set(team) <= set(left)]
-        left = [rank for rank in left if all(rank not in team for team in teams)]
-        places = [[rank for rank in left if rank % self.team == place] for place in range(self.team)]
-        return [*teams, *zip(*places, strict=False)]
+    def _counts(self, base: GridShape) -> tuple[int, ...]:
+        """Return the numbers of ranks that a cell of these sizes may have, ascending."""
+        each = base.team or 1
+        counts = range(each, base.cell_size + 1, each)
+        return tuple(count for count in counts if count == base.cell_size or self.speed(base.cut(count)) is not None)
 
-    def _fitting(self, most: int, least: int) -> int:
-        """Return the largest size from ``least`` to ``most``, or 0."""
-        return max((size for size in self.speed_ppm if least <= size <= most), default=0)
 
-    def _above(self, size: int, least: int, most: int) -> int:
-        """Return the smallest size above ``size``, from ``least`` to ``most``; 0 if there is none."""
-        return min((other for other in self.speed_ppm if size < other <= most and other >= least), default=0)
+def _teams(base: GridShape, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the teams that ``ranks`` form, in their order: those of the sizes in force, then others, one rank a place.
+
+    A team is a rank, or a whole tensor-parallel group where cells share the sequence. Ranks in no cell of the sizes
+    have places by their numbers.
+    """
+    size = base.team or 1
+    groups = [cell[first : first + size] for cell in base.ranks for first in range(0, len(cell), size)]
+    place_of = {rank: place for group in groups for place, rank in enumerate(group)}
+    known = {rank: group for group in groups for rank in group}
+    whole = dict.fromkeys(known[rank] for rank in ranks if rank in known)
+    teams = [team for team in whole if set(team) <= set(ranks)]
+    used = {rank for team in teams for rank in team}
+    left = [rank for rank in ranks if rank not in used]
+    places = [[rank for rank in left if place_of.get(rank, rank % size) == place] for place in range(size)]
+    return [*teams, *zip(*places, strict=False)]
+
+
+def _fitting(sizes: Sequence[int], most: int, least: int) -> int:
+    """Return the largest of ``sizes`` from ``least`` to ``most``, or 0."""
+    return max((size for size in sizes if least <= size <= most), default=0)
+
+
+def _above(sizes: Sequence[int], size: int, least: int) -> int:
+    """Return the smallest of ``sizes`` above ``size``, from ``least`` on; 0 if there is none."""
+    return min((other for other in sizes if other > size and other >= least), default=0)

@@ -7,7 +7,7 @@ is changed: it allocates memory for the units of a view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.comm.fabric import Fabric
@@ -26,6 +26,7 @@ from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import joined_since_vote, newcomers, reports_of
 from megatron.elastic.engine.generation.reshape import reshaped
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
@@ -82,6 +83,8 @@ class ViewFactory:
     """Samples of the step that follows so many consumed ones (:attr:`Settings.batch_size`)."""
     covered: Covered = only_at_launch
     """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
+    refusal: Callable[[int, int], str] = lambda tensor, parts: ""
+    """Why no job has cells of so many tensor-parallel ranks and parts (:meth:`ModelInterface.refusal`)."""
 
     # -- views -----------------------------------------------------------------
 
@@ -216,30 +219,21 @@ class ViewFactory:
         """Return (whole cell) → bytes that the rank with the largest part of its units needs."""
         topology = self.sizes.topology(assignment, living)
         need = memory_peaks(self.choose(topology, self.profile), self.profile, topology.tied)
-        return {cell.id: need.get(cell.id, 0) * PPM // self.sizes.room(len(cell.ranks)) for cell in topology.cells}
+        base = assignment.base
+        room = {cell.id: self.sizes.room(base.cut(len(cell.ranks))) for cell in topology.cells}
+        return {cell: need.get(cell, 0) * PPM // ppm for cell, ppm in room.items()}
 
     def reshaped(self, living: Collection[int], sizes: ParallelSizes) -> Assignment:
         """Return the assignment of other sizes over the living ranks.
 
         Raises :class:`PlanError` with one line if it cannot be; whether there are enough ranks is for the caller.
         """
-        launch, grid = self.launch_topology, self.launch_topology.grid
-        if launch.experts:
-            raise PlanError("ranks share experts: --expert-model-parallel-size above 1 keeps the sizes of the launch")
-        if launch.context > 1:
-            raise PlanError("ranks share the sequence: --context-parallel-size above 1 keeps the sizes of the launch")
-        batches = grid.global_batch_size // grid.micro_batch_size
-        if sizes.tensor != launch.tensor and self.config.exact:
-            raise PlanError(f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it")
-        if sizes.tensor not in self.sizes.speed_ppm:
-            raise PlanError(f"this model is not computed by tensor-parallel groups of {sizes.tensor} ranks")
-        if sizes.pipeline > launch.compute_units:
-            raise PlanError(f"{sizes.pipeline} stages for {launch.compute_units} layers, embedding and head counted")
-        if sizes.data > batches:
-            raise PlanError(f"{sizes.data} replicas for {batches} micro-batches a step")
+        launch, why = self.launch_topology, next(self._refusals(sizes), None)
+        if why is not None:
+            raise PlanError(why)
         elements = {key: layout.numel for key, layout in self.layouts.items()}
         target = reshaped(launch, sizes, living, elements, self.covered)
-        if self.sizes.speed_ppm.keys() == {launch.tensor}:
+        if self.sizes.only_launch:
             known, segments = {cell.ranks for cell in launch.cells}, (s for r in target.replicas for s in r.segments)
             if any(target.cells[segment.cell].ranks not in known for segment in segments):
                 raise PlanError("this model is computed by the tensor-parallel groups of the launch only")
@@ -247,6 +241,30 @@ class ViewFactory:
         if most > memory:
             raise PlanError(f"a rank would need {most / 2**30:.1f} GiB and has {memory / 2**30:.1f} GiB")
         return target
+
+    def _refusals(self, sizes: ParallelSizes) -> Iterator[str]:
+        """Yield why the job cannot go on with ``sizes``, whatever ranks there are."""
+        launch, grid, config = self.launch_topology, self.launch_topology.grid, self.config
+        if launch.experts:
+            yield "ranks share experts: --expert-model-parallel-size above 1 keeps the sizes of the launch"
+        batches = grid.global_batch_size // grid.micro_batch_size
+        if sizes.tensor != launch.tensor and config.exact:
+            yield f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it"
+        if sizes.context != launch.context and config.exact:
+            yield "--elastic-exact needs all of a sample on one rank"
+        if sizes.context > 1 and config.policy != "elaswave":
+            yield f"--elastic-policy {config.policy} is not tested where ranks share the sequence"
+        why = self.refusal(sizes.tensor, sizes.context)
+        if why:
+            yield why
+        if self.sizes.speed(CellCut(sizes.tensor, sizes.context)) is None:
+            groups, shared = f"tensor-parallel groups of {sizes.tensor} ranks", " that share the sequence"
+            some = f"{sizes.context} {groups}{shared}" if sizes.context > 1 else groups
+            yield f"this model is not computed by {some}"
+        if sizes.pipeline > launch.compute_units:
+            yield f"{sizes.pipeline} stages for {launch.compute_units} layers, embedding and head counted"
+        if sizes.data > batches:
+            yield f"{sizes.data} replicas for {batches} micro-batches a step"
 
     def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int], rows: int) -> Plan:
         """Return the plan of the living cells for a batch of ``rows`` samples."""

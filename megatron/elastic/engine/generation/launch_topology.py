@@ -72,13 +72,6 @@ class LaunchTopology:
         """Number of adjacent replicas that share the experts; 1 where each cell has all of them, also several times."""
         return max(1, self.expert_ranks // self.cell_size)
 
-    def parts_of(self, count: int) -> int:
-        """Return the number of parts into which a cell of ``count`` ranks cuts the sequence.
-
-        Without context parallelism it is one for any number of ranks; with it, tensor-parallel groups keep their size.
-        """
-        return count // self.tensor if self.context > 1 else 1
-
     @property
     def compute_units(self) -> int:
         """U, the number of units that compute."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.profile import PPM
@@ -83,9 +84,10 @@ def better_assignment(
         if assignment.cut == regular.cut and not assignment.broken(living):
             return None
         return _recut(assignment, regular.seated(living), 0, 0)
-    known = sizes or CellSizes(assignment.launch_topology.cell_size, {})
+    launch, base = assignment.launch_topology, assignment.base
+    known = sizes or CellSizes.of(lambda tensor, parts: None, CellCut(launch.tensor, launch.context))
     topology = with_speeds(known.topology(assignment, living), dict(speeds or {}))
-    room = {cell.id: memory_bytes * known.room(len(cell.ranks)) // PPM for cell in topology.cells}
+    room = {cell.id: memory_bytes * known.room(base.cut(len(cell.ranks))) // PPM for cell in topology.cells}
     cells = tuple(replace(cell, memory_bytes=room[cell.id]) for cell in topology.cells)
     topology = replace(topology, cells=cells)
     if not topology.cells:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.state.protocol import Holdings
@@ -35,8 +35,8 @@ class Report:
     """Version of the parameters; lower than the state's if a gather was interrupted."""
     held_for: str
     """Digest of the assignment that decides which parameters this rank holds, and in what shapes."""
-    failure: str = ""
-    """Reason for which the present fenced action failed on this rank; empty if it did not."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Phase → why a fenced action failed on some rank, as far as this rank knows."""
     under_way: bool = True
     """True if the phase is still open, as far as this rank knows."""
     voting: str = ""
@@ -58,7 +58,7 @@ class Report:
                 "done": self.done,
                 "parameters": self.parameters,
                 "held_for": self.held_for,
-                "failure": self.failure,
+                "failures": {str(phase): why for phase, why in self.failures.items()},
                 "under_way": self.under_way,
                 "voting": self.voting,
                 "admitted": self.admitted,
@@ -76,7 +76,7 @@ class Report:
             bool(raw["done"]),
             int(raw["parameters"]),
             str(raw["held_for"]),
-            str(raw["failure"]),
+            {int(phase): str(why) for phase, why in raw["failures"].items()},
             bool(raw["under_way"]),
             str(raw["voting"]),
             int(raw["admitted"]),

@@ -1,4 +1,4 @@
-"""The assignment of other tensor-, pipeline- and data-parallel sizes over the ranks there are.
+"""The assignment of other parallel sizes over the ranks there are.
 
 It follows from the launch, the sizes and the living ranks alone, not from the sizes before. So going through any
 sizes and back gives the same assignment, and the launch's sizes give the launch's own.
@@ -66,6 +66,6 @@ def covered_by(assignment: Assignment, rank: int, covered: Covered) -> frozenset
 
 def _assignment_of(launch_topology: LaunchTopology, sizes: ParallelSizes, order: tuple[int, ...]) -> Assignment:
     """Return the assignment whose places (replica, stage, position in the cell) have the ranks of ``order``."""
-    size = sizes.tensor
+    size = sizes.cell
     cells = tuple(order[at : at + size] for at in range(0, len(order) - size + 1, size))
     return Assignment.regular(launch_topology, GridShape(sizes, cells, chunks_of(launch_topology, sizes.pipeline)))

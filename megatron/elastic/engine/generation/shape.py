@@ -1,20 +1,33 @@
-"""The sizes in force: ranks of a cell, stages, replicas; and which ranks and units these are.
+"""The sizes in force: the cut of a cell, stages, replicas; and which ranks and units these are.
 
 At the launch they are Megatron's (:class:`LaunchTopology`). A reshape replaces them for all later generations. Cells
 are numbered as at the launch: cell ``d · PP + p`` is stage ``p`` of replica ``d``. Behind them come waiting cells, of
 ranks that the sizes leave over.
+
+A cell cuts the weights over its tensor-parallel groups, and the sequence over the groups. While some ranks are missing
+it has another cut: where the sizes have context parallelism, of fewer groups of the same size, else of a smaller group.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Cell, Replica, Segment
 
-__all__ = ["GridShape", "chunks_of"]
+__all__ = ["CellCut", "GridShape", "chunks_of"]
+
+
+class CellCut(NamedTuple):
+    """The cut of a cell's work over its ranks."""
+
+    tensor: int
+    """Ranks of a tensor-parallel group."""
+    parts: int = 1
+    """Such groups, each with one part of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +43,9 @@ class GridShape:
     @classmethod
     def of_launch(cls, launch_topology: LaunchTopology) -> GridShape:
         """Return Megatron's own sizes and cut."""
-        sizes = ParallelSizes(launch_topology.tensor, launch_topology.pipeline, launch_topology.data)
-        return cls(sizes, tuple(cell.ranks for cell in launch_topology.cells), launch_topology.chunks)
+        launch = launch_topology
+        sizes = ParallelSizes(launch.tensor, launch.pipeline, launch.data, launch.context)
+        return cls(sizes, tuple(cell.ranks for cell in launch.cells), launch.chunks)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -42,6 +56,15 @@ class GridShape:
     def cell_size(self) -> int:
         """Number of ranks of a cell while no rank is missing."""
         return len(self.ranks[0])
+
+    @property
+    def team(self) -> int | None:
+        """Number of ranks of each tensor-parallel group in cells that share the sequence; None: a cell is one group."""
+        return self.sizes.tensor if self.sizes.context > 1 else None
+
+    def cut(self, count: int) -> CellCut:
+        """Return the cut of a cell that has ``count`` ranks."""
+        return CellCut(count) if self.team is None else CellCut(self.team, count // self.team)
 
     @property
     def computing(self) -> int:

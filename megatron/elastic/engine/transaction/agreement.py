@@ -70,8 +70,8 @@ class RecoveryOutcome:
     lost_steps: int
     """Number of committed steps that some survivor knows and that cannot be kept."""
     oldest_parameters: int
-    failure: tuple[int, str] | None
-    """(phase, why) of a fenced action that failed on some member and therefore fails on every rank."""
+    failures: Mapping[int, str]
+    """Phase → why a fenced action failed on some member and therefore fails on every rank."""
     promoted: tuple[BlockKey, ...]
     """Blocks that changed owner."""
     seconds: Mapping[str, float]
@@ -136,7 +136,7 @@ class Agreement:
             lost_steps=lost_steps,
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if undefined else min(r.parameters for r in reports.values()),
-            failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
+            failures=_failures(reports),
             promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
             edit=edit,
@@ -197,6 +197,14 @@ class Agreement:
 def _without_copies(held: Holdings) -> Holdings:
     """The report of a rank that joined after the last vote, without copies: it receives its copies again."""
     return Holdings(held.rank, records=held.records, statistics=held.statistics)
+
+
+def _failures(reports: Mapping[int, Report]) -> dict[int, str]:
+    """Return phase → why it failed, as far as some rank knows; where ranks differ, the lowest one's words."""
+    found = dict[int, str]()
+    for _, report in sorted(reports.items(), reverse=True):
+        found.update(report.failures)
+    return found
 
 
 def _lost_steps(reports: Mapping[int, Report], resolution: Resolution) -> int:

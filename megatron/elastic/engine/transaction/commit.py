@@ -28,6 +28,7 @@ from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Voted
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
+from megatron.elastic.engine.transaction.reshape import open_requests
 from megatron.elastic.engine.transaction.tools import StepInput
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
@@ -148,7 +149,7 @@ class StepCommit:
             attempt.tally = Tally()
         else:
             attempt.tally, attempt.disputes, attempt.contents = body.tally(result, key), body.disputes, result.contents
-        attempt.requests = at.agreement.membership.pending()
+        attempt.requests = open_requests(at)
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
         attempt.tally.ready = self._migrator.ready(computing)

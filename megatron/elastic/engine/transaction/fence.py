@@ -53,8 +53,8 @@ class EntryPoint:
     """The first phase in which it takes part; earlier ones are over."""
     ended: Mapping[int, PhaseEnd]
     """Ends of the fenced actions that are over, by number."""
-    hopeless: tuple[int, str] | None
-    """(phase, why) of a fenced action that failed on some rank, if any."""
+    failures: Mapping[int, str]
+    """:attr:`Program.failures` of the members."""
 
 
 @dataclass
@@ -67,10 +67,12 @@ class Program:
     """True if that phase is still open, as far as this rank knows."""
     done: bool = False
     """True if this rank has done its part of a fenced action and waits for the other ranks."""
-    failure: str = ""
-    """Reason for which the present fenced action failed on this rank."""
-    hopeless: tuple[int, str] | None = None
-    """(phase, why) of a fenced action that failed on some rank. This rank may not have reached it yet."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Phase → why a fenced action failed on some rank, since the newest step. This rank may not have reached it yet.
+
+    A rank reports all that it knows of. So the others fail too if they learn that the action is over only after a
+    further loss, from a rank that has gone on.
+    """
     inside: bool = False
     """Admitted while the members were in a step, whose boundary they have passed."""
     end_only: bool = False
@@ -88,7 +90,6 @@ class Program:
         """Begin the next fenced action."""
         self.phase += 1
         self.under_way, self.done = True, False
-        self.failure = ""
         self.behind = self.phase < self._first_open
 
     def enter_step(self) -> None:
@@ -96,6 +97,7 @@ class Program:
         self.enter()
         self._step = self.phase
         self._ended = {phase: ended for phase, ended in self._ended.items() if phase > self._step}
+        self.failures = {phase: why for phase, why in self.failures.items() if phase > self._step}
 
     def known_end(self) -> PhaseEnd | None:
         """Return the end of the present fenced action if it was over before this rank was admitted, else None."""
@@ -117,12 +119,13 @@ class Program:
         begun = self.under_way and self._step > 0
         before = max(0, self._step - 1) if self.under_way else self.phase  # with no step so far: from the start
         ended = {phase: ended for phase, ended in self._ended.items() if phase < first_open}
-        return EntryPoint(before, begun, first_open, ended, self.hopeless)
+        return EntryPoint(before, begun, first_open, ended, self.failures)
 
     def take(self, place: EntryPoint) -> None:
         """Begin at the entry point ``place``."""
-        self.phase, self.inside, self.hopeless = place.phase, place.inside, place.hopeless
-        self._first_open, self._ended = place.first_open, dict(place.ended)
+        self.phase, self.inside = place.phase, place.inside
+        self.failures, self._ended = dict(place.failures), dict(place.ended)
+        self._first_open = place.first_open
         self.behind = place.phase + 1 < place.first_open
 
 
@@ -172,10 +175,10 @@ class Fence:
         program = self._program
         result: T | None = None
         over = False
-        while not over:
-            if program.hopeless is not None and program.hopeless[0] == program.phase:
-                program.over(program.hopeless[1])
-                raise ActionFailed(program.hopeless[1])
+        while True:
+            failure = program.failures.get(program.phase)
+            if failure is not None or over:
+                break
             try:
                 if not program.done:
                     result = body()
@@ -188,8 +191,10 @@ class Fence:
                 # The other ranks wait inside the action. A new generation ends their wait; its reports give the reason.
                 if not together:
                     raise
-                program.failure = " ".join(str(error).split())
+                program.failures[program.phase] = " ".join(str(error).split())
                 over = self._recovery.ask(Request.REFORM)
             program.done = program.done and over
-        program.over()
+        program.over(failure or "")
+        if failure is not None:
+            raise ActionFailed(failure)
         return result  # type: ignore[return-value]

@@ -85,7 +85,7 @@ class Recovery:
                 attempted = self._step_commit.present_step if self._step_commit.under_way else at.record.version + 1
                 view, outcome = at.agreement.agree(error, self._report(), at.history, attempted)
                 self._migrator.renew()
-                self._program.hopeless = outcome.failure or self._program.hopeless
+                self._program.failures.update(outcome.failures)
                 at.view, at.needs_rebalance = view, True
                 at.tools.reach("in_recovery_promote", at.record.version)
                 self._settle(outcome)
@@ -122,7 +122,7 @@ class Recovery:
             done=program.done,
             parameters=at.parameters,
             held_for=at.view.assignment.digest(),
-            failure=program.failure,
+            failures=program.failures,
             under_way=program.under_way,
             voting=self._step_commit.voting.digest,
             admitted=at.admitted,

@@ -3,17 +3,34 @@
 Every vote carries the open request. At the boundary behind a vote in which all ranks knew it, all decide alike. Either
 the sizes are in force, or they are impossible, or ranks have yet to come, or the migration to them begins. The request
 stays open until a rank tells the agents that it is over. So a loss on the way needs no rule of its own: the next vote
-agrees on the request again.
+agrees on the request again. A rank that alone knows why the sizes cannot be has it refused before it is agreed on: it
+does not vote for it.
 """
 
 from __future__ import annotations
 
-from megatron.elastic.control.requests import ParallelSizes, ReshapeState
+import msgspec
+
+from megatron.elastic.control.requests import ParallelSizes, Pending, ReshapeState
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.plan.dataflow import PlanError
 
-__all__ = ["Reshaping"]
+__all__ = ["Reshaping", "open_requests"]
+
+_MEAN_LOSS = "ranks that share the sequence need a loss function that returns (sum, tokens, report), not a mean"
+
+
+def open_requests(context: Context) -> Pending:
+    """Return the requests for which this rank votes: the pending ones, but not for sizes that it cannot compute."""
+    membership = context.agreement.membership
+    found = membership.pending()
+    asked = found.reshape
+    why = "" if asked is None else context.tools.interface.objection(asked.context)
+    if asked is None or not why:
+        return found
+    membership.reshape_is(asked.number, "refused", f"{asked.sizes}: {why}")
+    return msgspec.structs.replace(found, reshape=None)
 
 
 class Reshaping:
@@ -34,6 +51,10 @@ class Reshaping:
         present, living = at.view.assignment, at.view.living
         if present.base.sizes == sizes and not present.broken(living):
             self._tell(number, "in force", f"{sizes} since step {at.record.version}")
+            return None
+        if sizes.context > 1 and not at.record.tokens:  # without tokens the loss was a mean, or a step was left out
+            if not at.record.skipped:
+                self._refuse(number, f"{sizes}: {_MEAN_LOSS}")
             return None
         if sizes.ranks > len(living):
             missing = f"{sizes} takes {sizes.ranks} ranks, and {len(living)} are members"

@@ -26,7 +26,7 @@ from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import RunFigures
-from megatron.elastic.control.observations import DrawnTopology
+from megatron.elastic.control.observations import CAUSES, DrawnTopology, ExpertLoads
 from megatron.elastic.control.quarantine import NodeRecord
 from megatron.elastic.control.requests import Admit, Command, Drain, ParallelSizes, Reshape, Status
 from megatron.elastic.launch.agent.node_leases import Table
@@ -51,6 +51,8 @@ class Sources:
     """Rank of this node → the layers that move now."""
     topology: Callable[[], DrawnTopology | None] = lambda: None
     """The cells, stages and mirrors, if a page shows them."""
+    expert_loads: Callable[[], ExpertLoads | None] = lambda: None
+    """The load of experts, if ranks share some."""
     since: float = field(default_factory=time.monotonic)
 
     def status(self) -> JobStatus:
@@ -87,6 +89,7 @@ class Sources:
                 )
                 for rank, (_, idle) in sorted(self.table().items())
             },
+            expert_loads=self.expert_loads(),
         )
 
     def figures(self) -> RunFigures:
@@ -104,6 +107,7 @@ class Sources:
             lost_s=sum(past.lost_s.values()),
             unprotected_s=past.unprotected_s,
             goodput=math.nan if goodput is None else goodput,
+            lost_by_cause_s=tuple(past.lost_s.get(cause, 0.0) for cause in CAUSES),
         )
 
     def progress(self) -> ProgressStatus | None:

@@ -118,6 +118,7 @@ class Agent:
             pids=self._pids,
             moving=self._worker_messages.moving,
             topology=lambda: self._worker_messages.topology,
+            expert_loads=lambda: self._worker_messages.expert_loads,
         )
         self._display = Display(job, loop, self.node, self._sources, self.append)
         # Consequences of the state: workers are started, the journal is trimmed.

@@ -45,6 +45,7 @@ def families(status: JobStatus) -> Iterator[Metric]:
     yield from _members(status)
     yield from _progress(status)
     yield from _past(status)
+    yield from _experts(status)
 
 
 class _Collector:
@@ -110,6 +111,21 @@ def _past(status: JobStatus) -> Iterator[Metric]:
     yield _gauge("stepping_seconds", "Time since the first committed step of this launch.", past.stepping_s)
     if past.goodput is not None:
         yield _gauge("goodput_ratio", "Share of that time that went into steps that count.", past.goodput)
+
+
+def _experts(status: JobStatus) -> Iterator[Metric]:
+    load = status.expert_loads
+    if load is None:
+        return
+    yield _gauge(
+        "expert_rank_load_ratio", "Tokens of the busiest rank that shares experts, to a mean rank's.", load.imbalance
+    )
+    ratios = GaugeMetricFamily(
+        _PREFIX + "expert_load_ratio", "Tokens of a layer's busiest expert, to a mean expert's.", labels=["layer"]
+    )
+    for one in load.busiest:
+        ratios.add_metric([str(one.layer)], one.ratio)
+    yield ratios
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

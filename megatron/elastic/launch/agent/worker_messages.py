@@ -33,6 +33,7 @@ from megatron.elastic.control.messages import (
     FromWorker,
     GiveUp,
     Hello,
+    MeasuredLoads,
     Moving,
     Observed,
     Promise,
@@ -40,7 +41,7 @@ from megatron.elastic.control.messages import (
     Suspicion,
     ToleranceText,
 )
-from megatron.elastic.control.observations import DrawnTopology
+from megatron.elastic.control.observations import DrawnTopology, ExpertLoads
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.messages import say
@@ -76,10 +77,12 @@ class WorkerMessages:
         self._reported = 0
         self.topology: DrawnTopology | None = None
         """The newest one that a rank of this node has told."""
+        self.expert_loads: ExpertLoads | None = None
+        """The newest load of experts that a rank of this node has told."""
         self.moving: dict[int, str] = {}
         """Rank of this node → the layers that move, as it told last."""
 
-    def said(self, worker: Worker, message: FromWorker) -> None:  # noqa: C901 - a case for each kind of message
+    def said(self, worker: Worker, message: FromWorker) -> None:  # noqa: C901, PLR0912 - a case for each kind of message
         """Take one message. Raises :class:`ProtocolError` where it speaks for another rank."""
         match message:
             case Hello():
@@ -102,6 +105,8 @@ class WorkerMessages:
                 self.moving[worker.rank] = text[:_LONGEST_TEXT]
             case Drawn(topology):
                 self.topology = topology
+            case MeasuredLoads(loads):
+                self.expert_loads = loads
             case GiveUp(code, why):
                 self._append(JobEnded(code, why))
             case DrainSignal():

@@ -6,7 +6,7 @@ further event file in the same folder, for W&B the same run resumed (``wandb.ini
 ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
 that is started again opens no run before it is admitted. Beside Megatron's own values the
 rank logs the figures of the run that its agent tells: losses, recoveries, lost time, goodput,
-protection. TensorBoard's lines are flushed, so
+protection. TensorBoard gets no points of them that a straight line has anyway. TensorBoard's lines are flushed, so
 the lines of a lost rank are in its file; wandb's own process sends its queued lines.
 """
 
@@ -25,7 +25,9 @@ from megatron.training import get_args, global_vars
 
 from megatron.elastic.control import env
 from megatron.elastic.control.membership import RunFigures
+from megatron.elastic.control.observations import CAUSES
 from megatron.elastic.mcore.patching.patches import Row
+from megatron.elastic.observe.curves import Curves
 
 __all__ = ["Reporter"]
 
@@ -36,6 +38,8 @@ class Reporter:
     def __init__(self) -> None:
         self._waits = os.environ.get(env.NEWCOMER) == "1"
         """True if another rank reports, because this rank is not admitted yet."""
+        self._curves = Curves()
+        """Points of the figures of the run in this rank's event file."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -61,6 +65,7 @@ class Reporter:
         if board is not None:
             board.close()
             global_vars._GLOBAL_TENSORBOARD_WRITER = None
+            self._curves = Curves()
         if run is not None:
             run.finish()
             global_vars._GLOBAL_WANDB_WRITER = None
@@ -70,9 +75,9 @@ class Reporter:
         board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         if figures is None or board is None or step % get_args().tensorboard_log_interval:
             return
-        values = {f"elastic/{name}": float(value) for name, value in asdict(figures).items() if math.isfinite(value)}
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
+        values = _named(figures)
+        for point in self._curves.points(values, step):
+            board.add_scalar(*point)
         if run is not None:
             run.log(values, step)
 
@@ -92,6 +97,14 @@ class Reporter:
             original(*args, **kwargs)
 
         return replacement
+
+
+def _named(figures: RunFigures) -> dict[str, float]:
+    """Return the values to log by name. A cause of lost time has none before it has cost any."""
+    alone = asdict(figures)
+    causes = zip(CAUSES, alone.pop("lost_by_cause_s"), strict=True)
+    values = alone | {f"lost_{cause.replace(' ', '_')}_s": seconds for cause, seconds in causes if seconds}
+    return {f"elastic/{name}": float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 @contextmanager

@@ -50,6 +50,7 @@ from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
+from megatron.elastic.mcore.model.model_builder import model_builder
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.units import refuse_frozen, refuse_others
@@ -158,14 +159,14 @@ class Setup:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            return self._build(call["model_provider_func"], call["model_type"], call.get("checkpointing_context"))
+            return self._build(model_builder(call), call.get("checkpointing_context"))
 
         return replacement
 
-    def _build(self, provider: Any, model_type: Any, context: Any) -> tuple[Any, Any, Any]:
+    def _build(self, build_model: Callable[[], list[Any]], context: Any) -> tuple[Any, Any, Any]:
         args, links = get_args(), self.links
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
-        model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        model = build_model()
         refuse_others(model)
         refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
@@ -192,9 +193,7 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
-        self._others = AbsentParts(
-            topology, lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups
-        )
+        self._others = AbsentParts(topology, build_model, groups)
         settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved

@@ -4,7 +4,8 @@ Megatron has context parallelism in the kernels of Transformer Engine only, and 
 twice the number of ranks. Here Megatron's local attention gets all keys and values of the sequence
 (:mod:`sequence_gather`), the queries of this rank's positions, and a mask of explicit positions. The batch of a script,
 and rotary embeddings, are cut by the same positions (:mod:`~megatron.elastic.engine.compute.sequence_cut`), which are
-Megatron's own while no rank is missing.
+Megatron's own while no rank is missing. A job may come to share the sequence while it runs: Megatron has then built
+every module for a context-parallel size of one, and these functions alone know of the parts.
 
 Attention of Transformer Engine keeps its own exchange of keys and values; only batch, embeddings and loss follow here.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,8 @@ class ContextParallel:
     """The part of the sequence that this process computes now; ``None``: all of it, in any cell."""
 
     part: SequencePart | None = None
+    cuts_batches: bool = False
+    """True once the script has called Megatron's function that cuts a batch, for any context-parallel size."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -60,18 +64,20 @@ class ContextParallel:
             if part is None:
                 return original(*args, **kwargs)
             call = bound(original, args, kwargs)
-            key, value = call["key"], call["value"]
+            core, key, value = call["self"], call["key"], call["value"]
             both = gathered(part, torch.cat([key, value], dim=-1))
             call["key"], call["value"] = (x.contiguous() for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
-            if call["attention_mask"] is None and call["self"].attn_mask_type == AttnMaskType.causal:
+            if call["attention_mask"] is None and core.attn_mask_type == AttnMaskType.causal:
                 call["attention_mask"] = causal_mask(part.runs, part.cut.length, key.device)
-            return original(**call)
+            with _unfused(core.scale_mask_softmax):
+                return original(**call)
 
         return attend
 
     def _batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def cut(*args: Any, **kwargs: Any) -> Any:
+            self.cuts_batches = True
             if self.part is None:
                 return original(*args, **kwargs)
             runs, batch = self.part.runs, bound(original, args, kwargs)["batch"]
@@ -106,10 +112,7 @@ class ContextParallel:
 
 
 def _buildable(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``DotProductAttention.__init__`` for any context-parallel size.
-
-    Apex's fused softmax masks by the place in the tensor, so it is not used for a part of the queries.
-    """
+    """Return a ``DotProductAttention.__init__`` for any context-parallel size."""
 
     @functools.wraps(original)
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -117,11 +120,21 @@ def _buildable(original: Callable[..., None]) -> Callable[..., None]:
             original(self, config, *args, **kwargs)
             return
         single = copy.copy(config)
-        single.context_parallel_size, single.masked_softmax_fusion = 1, False
+        single.context_parallel_size = 1
         original(self, single, *args, **kwargs)
         self.config = config
 
     return build
+
+
+@contextmanager
+def _unfused(softmax: Any) -> Iterator[None]:
+    """Have Megatron compute this softmax without Apex's kernels, which mask by the place in the tensor."""
+    fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
+    try:
+        yield
+    finally:
+        softmax.scaled_masked_softmax_fusion = fused
 
 
 def causal_mask(runs: tuple[Run, ...], length: int, device: torch.device) -> torch.Tensor:

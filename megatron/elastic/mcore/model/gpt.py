@@ -11,7 +11,8 @@ afterwards: ``args.micro_batch_size``, the present pipeline stage, and the numbe
 ``args`` gets the stages too: a stage reads there which fields of a batch it needs.
 
 In a cell of another tensor-parallel size than the launch's, parameters have local shapes. :class:`UnitParameter` then
-names the parts of the launch's shards that they hold.
+names the parts of the launch's shards that they hold. In one that shares the sequence, a rank has its part of it
+(:mod:`context_parallel`); Megatron's configuration keeps the context-parallel size of the launch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,7 +121,11 @@ class GptInterface:
         self._place: TensorPlace | None = None
         """This rank's place in its cell; None: as at the launch."""
         self._context, self._context_group = context or ContextParallel(), context_group
+        self._cut = self._cut_over(self._sizes.tensor if self._config.context_parallel_size > 1 else None)
+        """How cells cut the sequence now."""
         self._launch_part = self._context.part = self._part_at_launch()
+        self._has_read = False
+        """True once the script has read a batch here."""
         self._crew_group = crew_group
         self._launch_crew = self._crew_at_launch()
         self._linears = SplitLinears()
@@ -160,7 +164,7 @@ class GptInterface:
 
     def _part_at_launch(self) -> SequencePart | None:
         """Return the part of the sequence that Megatron gives this rank; ``None`` without context parallelism."""
-        cut, count = self.cut_sequence(), self._config.context_parallel_size
+        cut, count = self._cut, self._config.context_parallel_size
         if cut is None or cut.tensor is None:
             return None
         # Megatron's group of a rank that joins a running job has only that rank at first.
@@ -168,11 +172,20 @@ class GptInterface:
         return SequencePart(cut, part, parallel_state.get_context_parallel_group())
 
     def _part_of(self, place: CellPlace | None) -> SequencePart | None:
-        """Return the part of the sequence at a place in a cell; ``None``: without context parallelism."""
+        """Return the part of the sequence at a place in a cell; ``None``: all of it, as Megatron computes it.
+
+        Modules that Megatron built for context parallelism need a part also where it is all of the sequence.
+        """
         launched = self._launch_part
-        if launched is None or place is None or self._context_group is None:
+        if place is None or self._context_group is None or (launched is None and place.team is None):
             return launched
-        return SequencePart(launched.cut, place.part, self._context_group(place.context_ranks))
+        cut = SequenceCut(self._sizes.sequence, self._sizes.sequence_parallel, place.position.count)
+        return SequencePart(cut, place.part, self._context_group(place.context_ranks))
+
+    def _cut_over(self, team: int | None) -> SequenceCut | None:
+        """Return how cells cut the sequence; ``team``: :attr:`CellPlace.team`."""
+        parallel = self._sizes.sequence_parallel
+        return SequenceCut(self._sizes.sequence, parallel, team) if parallel or team is not None else None
 
     def _crew_at_launch(self) -> Crew | None:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
@@ -221,27 +234,59 @@ class GptInterface:
         """Return the overlaps of a parameter at a place (:class:`ModelInterface`)."""
         return self._overlaps(spec, self._place_of(place))
 
-    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
-        """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
+        """Return the largest part of a layer on one rank (:class:`ModelInterface`).
 
         Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`).
         """
-        sizes, launched = self._sizes, self._launch_part
-        fixed = self._args.transformer_impl != "local" or only_even(self._config)
-        if launched is not None:
-            number, rest = divmod(count, sizes.tensor)
-            if rest or not number or (fixed and number != launched.part.count):
+        sizes = self._sizes
+        if (tensor, parts) != (sizes.tensor, self._config.context_parallel_size):
+            fixed = self._args.transformer_impl != "local" or only_even(self._config)
+            if fixed or tensor * parts > sizes.sequence or (parts > 1 and self._unshared()):
                 return None
-            longest = replace(launched, part=Position(0, number)).longest
-            return -(-PPM * longest // (sizes.sequence * sizes.tensor))
-        if count == sizes.tensor:
-            return PPM // count
-        unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
-        if fixed or unknown or self._tensor_group is None or refusal(sizes, count):
-            return None
-        share = share_of(sizes, Position(0, count))
-        parts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
-        return max(-(-PPM * (stop - start) // whole) for (start, stop), whole in parts)
+        if tensor != sizes.tensor:
+            unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
+            if unknown or self._tensor_group is None or refusal(sizes, tensor):
+                return None
+        cut = SequenceCut(sizes.sequence, sizes.sequence_parallel, tensor)
+        longest, whole = SequencePart(cut, Position(0, parts), None).longest, sizes.sequence
+        if tensor == sizes.tensor:
+            return -(-PPM * longest // (whole * tensor))
+        share = share_of(sizes, Position(0, tensor))
+        cuts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
+        return max(-(-PPM * (stop - start) * longest // (of * whole)) for (start, stop), of in cuts)
+
+    def refusal(self, tensor: int, parts: int) -> str:
+        """Return why no job has such cells while no rank is missing (:class:`ModelInterface`).
+
+        Megatron asks the same of a launch with ``--context-parallel-size``.
+        """
+        if parts == 1:
+            return ""
+        sizes, length, size = self._sizes, self._sizes.sequence, f"CP {parts}"
+        if length % (2 * parts):
+            return f"{size} takes a --seq-length that is a multiple of {2 * parts}, and it is {length}"
+        if sizes.sequence_parallel and length % (tensor * parts):
+            return f"{size} and --sequence-parallel take a --seq-length that is a multiple of {tensor * parts}"
+        return "" if parts == self._config.context_parallel_size else self._unshared()
+
+    def objection(self, parts: int) -> str:
+        """Return why this process's script cannot compute a part of the sequence (:class:`ModelInterface`)."""
+        if parts == 1 or self._context.cuts_batches or not self._has_read:
+            return ""
+        return "the script does not call get_batch_on_this_cp_rank, so each rank would have all of the sequence"
+
+    def _unshared(self) -> str:
+        """Return why ranks of this model cannot share the sequence in other parts than at the launch."""
+        if self._context_group is None:
+            return "no rank has a context-parallel group"
+        if self._args.transformer_impl != "local":
+            return "layers of Transformer Engine keep the context-parallel size of the launch"
+        if getattr(self._config, "window_size", None):
+            return "--window-size: Megatron's own layers mask by the place in a tensor"
+        if getattr(self._args, "position_embedding_type", "") == "mrope":
+            return "--position-embedding-type mrope needs all of the sequence on one rank"
+        return "only layers of one shape without experts come to share the sequence" if only_even(self._config) else ""
 
     def _split(self, module: torch.nn.Module) -> None:
         self._linears.install(module)
@@ -256,10 +301,12 @@ class GptInterface:
 
         Raises ``ConfigError`` for a model that cannot be cut for that place; nothing changes then.
         """
-        built_for = self._place_of(place)
+        built_for, before = self._place_of(place), self._context.part
         self._context.part = self._part_of(place)
+        if place is not None:
+            self._cut = self._cut_over(place.team)
         self._anatomy.hold([unit for unit in units if unit < self.compute_units], built_for)
-        if self._launch_part is not None:  # units that stay may have another part of the sequence
+        if before is not None or self._context.part is not None:  # units that stay may have another part
             self._anatomy.each(lambda inner, module: self._key(inner, module, built_for))
         self._place = built_for
         self._units = self._sort_parameters()
@@ -302,10 +349,7 @@ class GptInterface:
 
     def cut_sequence(self) -> SequenceCut | None:
         """Return how cells cut the sequence (:class:`ModelInterface`)."""
-        parallel, shared = self._sizes.sequence_parallel, self._config.context_parallel_size > 1
-        if not parallel and not shared:
-            return None
-        return SequenceCut(int(self._args.seq_length), parallel, self._sizes.tensor if shared else None)
+        return self._cut
 
     def whole_sequence_line(self, ranks: Sequence[int]) -> str:
         """Return the line that a cell of ``ranks`` computes without sequence parallelism; empty if it has that."""
@@ -359,6 +403,7 @@ class GptInterface:
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
             with self._separate_output(unwrapped(segment), piece):
                 output, loss_function = step(batches, segment)
+            self._has_read |= piece.first == 0 or piece.end == self.compute_units
             if piece.end < self.compute_units:
                 expected, kind = self.boundary(len(piece.rows))
                 if (output.shape, output.dtype) != (expected, kind):

@@ -55,6 +55,18 @@ class _Kernel:
     __call__ = __getitem__
 
 
+class _Settings:
+    """One choice of launch settings among which triton would tune."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _undecorated(*_: Any, **__: Any) -> Callable[[_Kernel], _Kernel]:
+    """Return a decorator that leaves a kernel as it is, whatever it would be tuned for."""
+    return lambda kernel: kernel
+
+
 def triton_is_absent() -> bool:
     """Return whether ``import triton`` fails."""
     return importlib.util.find_spec("triton") is None
@@ -63,8 +75,8 @@ def triton_is_absent() -> bool:
 def kernels_without_triton() -> ModuleType:
     """Return a module that has what declaring a kernel takes, and nothing that a launch takes."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
-    vars(triton).update(jit=_Kernel, language=language)
-    vars(language).update(constexpr=type("constexpr", (), {}))
+    vars(triton).update(jit=_Kernel, language=language, autotune=_undecorated, Config=_Settings, __version__="0")
+    vars(language).update(constexpr=type("constexpr", (), {}), int64=type("int64", (), {}))
     return triton
 
 
@@ -74,11 +86,12 @@ def typing_is_old() -> bool:
 
 
 _KERNELS = "declares kernels for experts whose activations are paged out, which only a GPU runs"
+_STATE_SPACE = "declares kernels of state-space layers, which only a GPU runs; the models of a script import them"
 _OVERRIDE = "imports typing.override, which is new in Python 3.12; typing_extensions has the same for older versions"
 
 
-def _triton(importer: str, versions: str) -> AbsentImport:
-    return AbsentImport(importer, "triton", versions, triton_is_absent, kernels_without_triton, _KERNELS)
+def _triton(importer: str, versions: str, reason: str = _KERNELS) -> AbsentImport:
+    return AbsentImport(importer, "triton", versions, triton_is_absent, kernels_without_triton, reason)
 
 
 def _typing(importer: str, versions: str) -> AbsentImport:
@@ -88,6 +101,17 @@ def _typing(importer: str, versions: str) -> AbsentImport:
 ROWS: tuple[AbsentImport, ...] = (
     _triton("megatron.core.transformer.moe.paged_stash", ">=0.18,<0.19"),
     _triton("megatron.core.transformer.moe.ops.paged_stash", ">=0.19"),
+    *(
+        _triton(f"megatron.core.ssm.ops.{module}", ">=0.20", _STATE_SPACE)
+        for module in (
+            "common.causal_conv1d_varlen",
+            "mamba2.batch_invariant_decode",
+            "mamba2.ssd_bmm",
+            "mamba2.ssd_chunk_scan",
+            "mamba2.ssd_chunk_state",
+            "mamba2.ssd_state_passing",
+        )
+    ),
     _typing("megatron.training.models.gpt", ">=0.19"),
     _typing("megatron.training.models.hybrid", ">=0.18"),
 )

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from megatron.elastic.mcore.patching.releases import TESTED, in_range, installed_version
+from megatron.elastic.mcore.patching.releases import PATCHED, in_range, installed_version
 
 __all__ = ["Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "describe", "return_names"]
 
@@ -50,7 +50,7 @@ class Patch:
     symbol: str
     reason: str
     make: Callable[[Any], Any]
-    versions: str = TESTED
+    versions: str = PATCHED
     group: str = "elastic"
 
 

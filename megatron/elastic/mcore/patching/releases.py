@@ -19,8 +19,10 @@ import torch
 from megatron.elastic.mcore.args.bad_input import BadInput
 
 __all__ = [
+    "PATCHED",
     "TESTED",
     "TESTED_TORCH",
+    "between_releases",
     "check_megatron",
     "check_torch",
     "in_range",
@@ -29,6 +31,15 @@ __all__ = [
 
 TESTED = ">=0.17.1,<0.20"
 """Releases of megatron-core against whose signatures tests check the patch table (pyproject.toml has the same)."""
+
+MAIN = ">=0.20,<0.21"
+"""Versions of commits of Megatron-LM's main branch since those releases: they start, with one line that says so."""
+
+PATCHED = ">=0.17.1,<0.21"
+"""Versions to which the patch table applies: :data:`TESTED` and :data:`MAIN`."""
+
+MAIN_COMMIT = "d98e8a64ddf3"
+"""The commit of Megatron-LM's main branch that was run (``docs/measured/versions.json``)."""
 
 TESTED_TORCH = ">=2.13,<2.16"
 """Releases of torch whose interface for process groups tests check (pyproject.toml has the same)."""
@@ -44,14 +55,24 @@ def installed_version() -> str:
 
 
 def check_megatron(package: ModuleType) -> None:
-    """Raise :class:`BadInput` if ``package``, megatron.core before its code has run, is outside :data:`TESTED`."""
+    """Raise :class:`BadInput` if ``package``, megatron.core before its code has run, is outside :data:`PATCHED`."""
     folder = Path(str(package.__file__)).parent
     version = str(runpy.run_path(str(folder / "package_info.py"))["__version__"])
-    if not in_range(version, TESTED):
+    if not in_range(version, PATCHED):
         raise BadInput(
             f"megatron-core {version} ({folder.parents[1]}) is outside the tested range {TESTED}: pip install "
             f"'megatron-core{TESTED}', or name a checkout of a release in it, such as core_v{_EXAMPLE}, in PYTHONPATH"
         )
+
+
+def between_releases(version: str) -> str:
+    """Return one line about a version of :data:`MAIN`; empty for a tested release."""
+    if not in_range(version, MAIN):
+        return ""
+    return (
+        f"megatron-core {version} is no tested release: of Megatron-LM's main branch commit {MAIN_COMMIT} was run with "
+        "this package; compare the losses of the first steps with a run without --elastic"
+    )
 
 
 def check_torch(version: str = torch.__version__) -> None:

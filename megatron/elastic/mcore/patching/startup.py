@@ -13,9 +13,10 @@ import importlib.util
 import io
 import os
 import sys
+import sysconfig
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.elastic.mcore.args.overlap import take_over_overlap
 from megatron.elastic.mcore.checkpoint import save_queue
 from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
-from megatron.elastic.mcore.patching.releases import check_megatron
+from megatron.elastic.mcore.patching.releases import between_releases, check_megatron, installed_version
 from megatron.elastic.platform.base import Platform
 
 __all__ = ["Startup"]
@@ -86,7 +87,8 @@ class Startup:
             ),
             Patch(
                 "megatron.core.datasets.utils.compile_helpers",
-                "runs make where the package has no makefile: skipped when the compiled helper is there",
+                "runs make where the package has no makefile: skipped when the compiled helper is there, and else for "
+                "this interpreter",
                 _make_compile_helpers,
                 group="platform",
             ),
@@ -217,7 +219,8 @@ class Startup:
             if args.elastic:
                 support.check_launcher(os.environ, sys.argv)
         with self._faults.collecting():
-            for warning in support.check(args, config, self.platform.name):
+            warnings = [*support.check(args, config, self.platform.name), between_releases(installed_version())]
+            for warning in filter(None, warnings):
                 _say(f"warning: {warning}", args)
         self._substitute(args, config.strict_flags)
         with self._faults.collecting():
@@ -301,9 +304,26 @@ def _make_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile_helpers() -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
+            with _making_for_this_python():
+                original()
 
     return compile_helpers
+
+
+@contextmanager
+def _making_for_this_python() -> Iterator[None]:
+    """Have Megatron's makefile, which asks ``python3``, build for this interpreter also where none is activated."""
+    path, flags = os.environ.get("PATH"), os.environ.get("MAKEFLAGS")
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{path or os.defpath}"
+    os.environ["MAKEFLAGS"] = f"{flags or ''} LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
+    try:
+        yield
+    finally:
+        for name, before in (("PATH", path), ("MAKEFLAGS", flags)):
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def _make_config(original: Callable[..., Any]) -> Callable[..., Any]:

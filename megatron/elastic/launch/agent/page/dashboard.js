@@ -44,6 +44,8 @@ function figures(status) {
   rows.push(["losses", history.losses], ["recoveries", history.recoveries], ["MTTR", duration(history.mttr_s)]);
   rows.push(["goodput", history.goodput === null ? "not known" : (100 * history.goodput).toFixed(2) + " %"]);
   rows.push(["lost time", duration(Object.values(history.lost_s).reduce((sum, each) => sum + each, 0))]);
+  const loads = status.expert_loads;
+  if (loads) rows.push(["tokens, busiest rank", `${loads.imbalance.toFixed(2)} × mean`]);
   show("figures", ...rows.map(([name, value]) => {
     const pair = document.createElement("div");
     pair.append(element("dt", name), element("dd", value));

@@ -30,7 +30,10 @@ class Done(dist.Work):
 
 
 class ProcessGroupHCCL:
-    """Ranks are those within the group; all members name it alike in ``store``."""
+    """Ranks are those within the group; all members name it alike in ``store``.
+
+    Two members that exchange messages have a communicator of their own.
+    """
 
     Options = Options
 
@@ -38,24 +41,26 @@ class ProcessGroupHCCL:
         assert len(options.global_ranks_in_group) == size and options.group_id
         self._store, self._rank, self._size = store, rank, size
         self._aborted = False
-        self._group: NcclCommunicator | None = None
+        self._groups: dict[str, NcclCommunicator] = {}
 
-    def _connected(self) -> NcclCommunicator:
+    def _connected(self, members: Sequence[int] = ()) -> NcclCommunicator:
         if self._aborted:
             raise RuntimeError("this HCCL group was aborted")
-        if self._group is None:
-            group = NcclCommunicator(NcclLibrary(), self._rank, 60.0, stream=_stream)
-            if self._rank == 0:
-                self._store.set("id", group.new_identity().hex())
-            group.start(range(self._size), bytes.fromhex(self._store.get("id").decode()))
-            self._group = group
-        return self._group
+        name = ":".join(map(str, members))
+        if name not in self._groups:
+            members = members or range(self._size)
+            group = NcclCommunicator(NcclLibrary(), self._rank, 120.0, stream=_stream)
+            if self._rank == members[0]:
+                self._store.set(f"id {name}", group.new_identity().hex())
+            group.start(members, bytes.fromhex(self._store.get(f"id {name}").decode()))
+            self._groups[name] = group
+        return self._groups[name]
 
     def abort_hccl_comm(self, why: str) -> None:
         """End all operations; the group is of no use afterwards."""
         self._aborted = True
-        if self._group is not None:
-            self._group.close()
+        for group in self._groups.values():
+            group.close()
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Done:
         self._connected().all_reduce(tensors[0], kind_of(options.reduceOp))
@@ -70,11 +75,13 @@ class ProcessGroupHCCL:
         return Done()
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Done:
-        self._connected().send(tensors[0], to)
+        pair = sorted((self._rank, to))
+        self._connected(pair).send(tensors[0], pair.index(to))
         return Done()
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Done:
-        self._connected().recv(tensors[0], source)
+        pair = sorted((self._rank, source))
+        self._connected(pair).recv(tensors[0], pair.index(source))
         return Done()
 
 

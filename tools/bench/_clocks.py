@@ -1,0 +1,50 @@
+"""Clocks of CPU time on functions of a rank, for benches that tell what a part of a step costs.
+
+They read the CPU time of the thread, so that waiting for a peer, or for a core that others use, is not taken for cost.
+They nest: the time of an inner clock is taken off the outer one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Clocks"]
+
+
+class Clocks:
+    """CPU seconds by name, within steps that count."""
+
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        self._inner = [0.0]
+
+    def clear(self) -> None:
+        """Forget what was counted so far."""
+        self.spent.clear()
+        self.calls.clear()
+
+    def put(self, owner: object, function: str, name: str | Callable[..., str]) -> None:
+        """Put the clock ``name`` on a function of ``owner``. Raises ``KeyError`` where it has none of that name."""
+        setattr(owner, function, self.timed(name, vars(owner)[function]))
+
+    def timed(self, name: str | Callable[..., str], original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``original`` on the clock ``name`` (or the one that ``name`` returns for its arguments)."""
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            began = time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                took = time.thread_time() - began
+                inside = self._inner.pop()
+                self._inner[-1] += took
+                clock = name if isinstance(name, str) else name(*args)
+                self.spent[clock] += took - inside
+                self.calls[clock] += 1
+
+        return replacement
