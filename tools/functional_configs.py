@@ -221,10 +221,16 @@ class Job:
     def failure(self) -> str:
         """One line for a person, empty if every step was logged."""
         if self.code:
-            said = [line for line in self.lines if "error: " in line.lower() or "could not" in line]
-            return f"exit status {self.code}: {said[-1].strip()[:200] if said else ''}"
+            said = [line.strip() for line in self.lines if _says_why(line)]
+            return f"exit status {self.code}: {said[-1][:200] if said else ''}"
         missing = set(range(1, STEPS + 1)) - set(self.losses)
         return f"steps {sorted(missing)} were not logged" if missing else ""
+
+
+def _says_why(line: str) -> bool:
+    """Return whether a line may say why a job failed."""
+    ends = line.startswith("[launch] ") and "ends with exit status" not in line
+    return ends or "error: " in line.lower() or "could not" in line
 
 
 @dataclass(frozen=True)

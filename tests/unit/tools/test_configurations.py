@@ -11,7 +11,7 @@ import yaml
 
 from tools.configuration_tables import PAGE, RECORD, losses_of, page
 from tools.example_arguments import EXAMPLES, Example
-from tools.functional_configs import fault_for
+from tools.functional_configs import Job, fault_for
 from tools.shrunk_configs import Configuration, Reference, configurations, ranks, shrunk
 
 GIVEN: dict[str, Any] = {
@@ -116,6 +116,14 @@ def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> 
 def test_the_fault_of_a_configuration_is_always_the_same() -> None:
     assert fault_for("gpt/x", 4) == fault_for("gpt/x", 4)
     assert len({fault_for(f"gpt/{number}", 4) for number in range(20)}) > 10
+
+
+def test_a_failed_job_is_told_by_its_last_reason() -> None:
+    said = ["could not find arguments in the checkpoint", "[launch] job 1 ends with exit status 5", "    | goodput 51%"]
+    why = "[launch] step 5: no rank makes progress"
+    assert Job(5, [*said, why], Path()).failure == f"exit status 5: {why}"
+    assert Job(1, ["error: a", "b"], Path()).failure == "exit status 1: error: a"
+    assert Job(-11, [], Path()).failure == "exit status -11: "
 
 
 def test_what_an_example_loses_is_what_its_start_refuses() -> None:
