@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
-from tools import configuration_tables, installations, peer_tables, suite_tables, version_table
+from tools import configuration_tables, installations, peer_tables, steady_tables, suite_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
 from tools.simulation_docs import rewritten
@@ -128,34 +128,34 @@ SECTIONS = (
         "What does elasticity cost while nothing fails?",
         "CPU time of work that a run without elasticity would not do. The vote is counted in full, although it "
         "replaces Megatron's own all-reduces.",
-        tables.overhead,
+        steady_tables.overhead,
     ),
-    Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", tables.overhead),
+    Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", steady_tables.overhead),
     Section(
         "watching",
         "What does watching a job cost?",
         "Live page with a client that follows it, metrics scraped every second, event log, and scalars of every step "
         "in TensorBoard: all on beside all off. CPU time is that of all ranks and the launcher.",
-        tables.watching,
+        steady_tables.watching,
     ),
     Section(
         "overlap",
         "What does communication cost behind computation?",
         "`--elastic-overlap both` beside `none`, with kernels as timed waits, which leave the processor free as an "
         "accelerator does. Last row: a model whose kernels need the same processors.",
-        tables.overlap,
+        steady_tables.overlap,
     ),
     Section(
         "step_time",
         "How long is a step beside plain Megatron-LM?",
         "The same model and data, all runs in turn. A ratio below 1: `--elastic` is faster.",
-        tables.step_time,
+        steady_tables.step_time,
     ),
     Section(
         "step_time_tensor",
         "And with tensor parallelism?",
         "TP 2 x DP 2. Parameters that are replicated over a tensor-parallel group are stored once a unit.",
-        tables.step_time,
+        steady_tables.step_time,
     ),
     Section(
         "consistency",
@@ -250,13 +250,14 @@ SECTIONS = (
         "torch_suite",
         "Which of PyTorch's distributed tests pass?",
         "PyTorch's own tests (`torch.testing._internal.distributed.distributed_test`), unchanged, on backend `elastic` "
-        "and on gloo beside it. On `elastic` the tests reserved to MPI run too: all-to-all on the CPU.",
+        "and, where the table has it, on gloo. On `elastic` the tests reserved to MPI run too: all-to-all on the CPU.",
         suite_tables.counts_and_reasons,
     ),
     Section(
         "fault_tolerance_suite",
         "Which of PyTorch's tests of process groups that change pass?",
-        "`test/distributed/test_c10d_fault_tolerance.py` of PyTorch's repository, unchanged.",
+        "`test/distributed/test_c10d_fault_tolerance.py` of PyTorch's repository, unchanged. A test of what NCCL does "
+        "after a time-out skips other backends.",
         suite_tables.counts_and_reasons,
     ),
     Section(

@@ -268,7 +268,6 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
             _whole(ranks, folder, 0.0)
             for _ in range(job.faults):
                 node = dice.randrange(0 if job.etcd else 1, nodes)
-                began = time.time()
                 acts = ("node", "agent", "stopped", "cut" if node == last else "node", *(["member"] * len(members[:2])))
                 how = dice.choice(acts)
                 print(f"  {how}: node {node}", flush=True)
@@ -286,7 +285,7 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
                     member.start()
                 else:
                     _strike(cluster, node, how, dice.uniform(0.2, 6.0))
-                _whole(ranks, folder, began)
+                _whole(ranks, folder, time.time())  # who was lost may have taken a step since the fault began
             os.kill(cluster.agents[0].pid, signal.SIGTERM)
             codes = [cluster.exit_code(node) for node in range(nodes)]
             assert codes == [DRAINED] * nodes, f"exit statuses {codes}"

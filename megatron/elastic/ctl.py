@@ -143,11 +143,13 @@ def _command(do: str, ranks: tuple[int, ...]) -> Command:
 
 def _reshape(args: argparse.Namespace) -> int:
     """Raises :class:`CtlError`."""
-    context = 1 if args.cp is None else args.cp
-    if args.do != "reshape" or args.ranks or min(args.tp, context, args.pp, args.dp) < 1:
-        raise CtlError("reshape takes --tp, --pp, --dp and, if not 1, --cp, each at least 1, and no other command does")
+    given = [size for size in (args.cp, args.ep) if size is not None]
+    if args.do != "reshape" or args.ranks or min(args.tp, args.pp, args.dp, *given) < 1:
+        raise CtlError(
+            "reshape takes --tp, --pp, --dp and perhaps --cp and --ep, each at least 1; no other command does"
+        )
     run_id, node = choose(args.run_id, consoles())
-    found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp, context))
+    found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp, args.cp or 1, args.ep or 0))
     print(f"job {run_id}: {found.text}")
     return 0
 
@@ -189,6 +191,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--cp", type=int, help="For reshape: context-parallel size to go on with, at least 1. Default: 1."
     )
+    parser.add_argument(
+        "--ep", type=int, help="For reshape: expert-parallel size to go on with, at least 1. Default: the launch's."
+    )
     args = parser.parse_args(argv)
     if args.do != "status" and (args.json or args.watch is not None):
         print(f"error: {args.do} takes neither --json nor --watch: they are for status", file=sys.stderr)
@@ -202,7 +207,7 @@ def main(argv: list[str]) -> int:
     try:
         if args.do == "doctor":
             return _doctor(args.run_id, args.store)
-        if args.do == "reshape" or args.tp or args.pp or args.dp or args.cp is not None:
+        if args.do == "reshape" or args.tp or args.pp or args.dp or (args.cp, args.ep) != (None, None):
             return _reshape(args)
         command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
         run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))

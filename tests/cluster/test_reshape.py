@@ -126,7 +126,7 @@ def test_ranks_that_share_the_sequence_into_others(before: ParallelSizes, after:
         pytest.param("1|2|1|2", ["2|1|1|2", "4|1|1", "1|1|2|2"], GRID, marks=pytest.mark.slow),
         pytest.param("2|2|1", ["1|2|1|2", "3|1|1", "2|1|1|2"], GRID, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["weights", "weights, uneven", "sequence", "both"],
 )
 def test_through_other_sizes_and_back_to_the_launchs(start: str, through: list[str], program: Program) -> None:
     wishes = [f"reshape:to={to},step={2 + 6 * i}" for i, to in enumerate([*through, start])]
@@ -192,7 +192,7 @@ def test_a_loss_on_the_way(point: str, rank: int, back: str) -> None:
 
 
 SHARED_KILLS = [
-    pytest.param(point, rank, to, marks=() if (number, rank) in ((1, 0), (9, 2)) else pytest.mark.slow)
+    pytest.param(point, rank, to, marks=() if (number, rank) == (1, 0) else pytest.mark.slow)
     for number, point in enumerate((*ON_THE_WAY, *WHOLE_JOB))
     for rank in range(4)
     for to in (("2|1|1|2",) if number % 2 else ("1|4|1",))
@@ -317,8 +317,13 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(to: str, setting: str, why
     ("to", "setting", "why"),
     [
         ("1|1|1|4", "", "CP 4 takes a length that is a multiple of 8, and it is 4"),
-        ("1|1|1|2", "exact=on", "--elastic-exact needs all of a sample on one rank"),
-        ("1|1|4|2", "", "TP 1, CP 2, PP 1, DP 4 takes 8 ranks, and 4 are members; no more are expected"),
+        pytest.param(
+            *("1|1|1|2", "exact=on", "--elastic-exact needs all of a sample on one rank"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("1|1|4|2", "", "TP 1, CP 2, PP 1, DP 4 takes 8 ranks, and 4 are members; no more are expected"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_parts_of_the_sequence_that_cannot_be_are_refused_in_one_line(to: str, setting: str, why: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.inject import STEP_POINTS
 from tests.cluster.checks import check, undisturbed
@@ -29,10 +30,10 @@ CASES = [(name, point, rank) for name in SIZES for point in POINTS for rank in r
 SAMPLE = [case for at, case in enumerate(CASES) if at % 32 == (at // 32) % 31]
 
 
-def loses(name: str, *kills: str) -> Cluster:
+def loses(name: str, *words: str) -> Cluster:
     """The cluster after a run in which no committed step was lost and each sample counted once."""
     layout, experts = SIZES[name]
-    scenario = f"{layout} steps=6 micro_batches=4 mirrors=2 {' '.join(kills)}"
+    scenario = f"{layout} steps=6 micro_batches=4 mirrors=2 {' '.join(words)}"
     cluster = run(scenario, Program(parts=True, experts=experts))
     check(cluster)
     assert all(outcome.lost_steps == 0 for process in cluster.processes for outcome in process.recoveries)
@@ -79,6 +80,60 @@ def test_a_spare_has_the_experts_of_the_rank_that_it_replaces() -> None:
         place = engine_of(process).view.assignment.place(4)
         assert place is not None and place.crew is not None
         assert place.crew.ranks == (0, 4) and place.crew.experts_of(4) == (2, 3)
+
+
+RESHAPES = {
+    "one crew in each of two stages": ("two cells of one rank", "1|2|2"),
+    "one stage of two crews": ("two cells of one rank, in two stages", "1|1|4"),
+    "a crew of all ranks": ("two cells of one rank", "1|1|4|1|4"),
+    "every rank has all experts": ("two cells of one rank, in two stages", "1|2|2|1|1"),
+    "crews of half the size in two stages": ("two cells", "1|2|1|2|2"),
+    "a crew in each cell": ("two cells, each expert cut", "1|1|2|2|1"),
+}
+"""New crews → crews at the launch, and sizes."""
+ALWAYS = ("a crew of all ranks", "crews of half the size in two stages")
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [pytest.param(*case, id=new, marks=() if new in ALWAYS else pytest.mark.slow) for new, case in RESHAPES.items()],
+)
+def test_crews_are_formed_anew_for_other_sizes(name: str, to: str) -> None:
+    """Losses are those of the launch's crews, and each crew has all experts."""
+    cluster = loses(name, f"reshape:to={to},step=1", "steps=9")
+    sizes = ParallelSizes(*map(int, to.split("|")))
+    for process in cluster.finished:
+        present = engine_of(process).view.assignment
+        assert present.base.sizes[:4] == sizes[:4] and not present.rehomed
+        if len(to.split("|")) == 5:
+            assert present.base.sizes == sizes
+        place = present.place(process.rank)
+        assert place is not None and place.crew is not None
+        assert sorted({expert for mine in place.crew.experts for expert in mine}) == list(range(EXPERTS))
+
+
+@pytest.mark.parametrize("point", ["in_migration_finish", pytest.param("mid_backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2, 3))])
+def test_a_rank_is_lost_while_crews_are_formed_anew(point: str, rank: int) -> None:
+    where = "" if point.startswith("in_") else ",step=4"
+    lost = f"kill:rank={rank},point={point}{where}"
+    cluster = loses("two cells of one rank", f"reshape:to=1|2|2,step=1 {lost}", "steps=14")
+    sizes = ParallelSizes(1, 2, 2, 1, 2)
+    assert {engine_of(process).view.assignment.base.sizes for process in cluster.finished} == {sizes}
+
+
+@pytest.mark.parametrize(
+    ("to", "why"),
+    [
+        ("1|2|2|1|4", "EP 4 takes a number of replicas that is a multiple of 4"),
+        pytest.param("1|1|4|1|3", "EP 3 does not divide 4 experts", marks=pytest.mark.slow),
+        pytest.param("2|1|2", "ranks share experts: TP 1 and CP 1 of the launch stay", marks=pytest.mark.slow),
+    ],
+)
+def test_crews_that_cannot_be_are_refused_in_one_line(to: str, why: str) -> None:
+    cluster = loses("two cells of one rank", f"reshape:to={to},step=1")
+    (line,) = [line for line in cluster.finished[0].notices if "refused" in line]
+    assert line.endswith(why)
 
 
 def test_losses_do_not_depend_on_the_sizes_of_groups() -> None:

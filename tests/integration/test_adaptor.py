@@ -89,7 +89,7 @@ def test_a_synchronous_save_starts_no_process_and_an_asynchronous_one_still_does
             from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
             global_vars.set_args(argparse.Namespace(async_save=False, elastic=False))
             assert type(get_write_results_queue()) is queue.Queue
-            assert get_write_results_queue() is get_write_results_queue()
+            assert get_write_results_queue() is not get_write_results_queue()
             assert multiprocessing.active_children() == []
             global_vars.get_args().async_save = True
             assert type(get_write_results_queue()) is not queue.Queue

@@ -23,6 +23,8 @@ FLAGS = (
 SEQUENCE = ("--sequence-parallel",)
 LAYOUTS = {"cp2": (2, 1, 1, 2), "cp2pp2": (4, 1, 2, 2), "cp2dp2": (4, 1, 1, 2), "tp2cp2": (4, 2, 1, 2)}
 """Name → ranks, tensor-parallel size, stages, parts."""
+OF_FOUR = {"cp4": (4, 1, 1, 4), "cp4pp2": (8, 1, 2, 4)}
+"""The same of jobs that cut the sequence in four: a cell that loses a rank cuts it in three."""
 POINTS = ("mid_forward", "mid_backward", "mid_reduce", "after_vote", "mid_update")
 ROUTED = (*EXPERTS, "--moe-z-loss-coeff", "1e-3")
 SHARING = {
@@ -60,7 +62,7 @@ def run_of_plain(folder: Path, world: int, *flags: str) -> Path:
 
 def shared(folder: Path, plain: Path, name: str, *flags: str) -> JobResult:
     """The same run from its step 2 on, on ranks that share the sequence."""
-    world, tensor, stages, parts = (LAYOUTS | SHARING)[name]
+    world, tensor, stages, parts = (LAYOUTS | OF_FOUR | SHARING)[name]
     load = ("--load", str(plain / "saved"), "--context-parallel-size", str(parts))
     return elastic_job(folder, world, tensor, stages, STEPS, *FLAGS, *load, *flags)
 
@@ -87,6 +89,17 @@ def test_a_part_of_the_sequence_is_lost_and_comes_back(tmp_path: Path, plain: Pa
     assert_as_plain(plain, result)
     assert "rank 0 goes on" in result.output
     assert "joined by 1" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cp2pp2", *OF_FOUR])
+def test_a_part_of_the_last_stage_is_lost_and_comes_back(tmp_path: Path, plain: Path, name: str) -> None:
+    """The others' group is then not the one that Megatron made for them."""
+    last = (LAYOUTS | OF_FOUR)[name][0] - 1
+    waits = Scenario(Layout(1, 1, 1), back="boundary").lingering
+    result = shared(tmp_path / "job", plain, name, *faults(f"kill:rank={last},step=4,point=mid_backward", waits))
+    assert_as_plain(plain, result)
+    assert f"joined by {last}" in result.output
 
 
 @pytest.mark.slow

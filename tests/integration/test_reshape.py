@@ -27,6 +27,7 @@ from tests.integration.test_checkpoints import QUIET, plain_job
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
 from tests.integration.test_spares import DROPOUT, MANY, RATES, begun, checked, drained, kill, newest, waiting
 from tests.integration.test_spares import until as status_until
+from tests.scenario.scenario import EVERY, EXPERTS
 
 LOOKED_AT = ("--eval-interval", "20", "--eval-iters", "1")
 SECONDS = 500.0
@@ -183,5 +184,25 @@ def test_a_job_of_two_parts_into_other_sizes_with_losses(tmp_path: Path, rank: i
     last = max(result.committed)
     assert set(result.committed) == set(range(1, last + 1))
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+    reference = elastic_job(tmp_path / "undisturbed", 4, 1, 1, last, *flags, seconds=SECONDS)
+    assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5
+
+
+@pytest.mark.slow
+def test_crews_are_formed_anew_for_other_stages_and_sets_of_experts(tmp_path: Path) -> None:
+    """Launched as two crews of two ranks in one stage: to two stages, to one crew of all ranks, and back."""
+    flags, folder = (*DROPOUT, *RATES, *EXPERTS, *EVERY, "--expert-model-parallel-size", "2"), tmp_path / "events"
+    with RunningJob(folder, elastic_command(folder, 4, 1, 1, MANY, *flags, *LOOKED_AT), SECONDS) as running:
+        begun(running)
+        for pipeline, data, experts in ((2, 2, 2), (1, 4, 4), (1, 4, 2)):
+            words = ("--tp", "1", "--pp", str(pipeline), "--dp", str(data), "--ep", str(experts))
+            done = running.ctl("reshape", *words, seconds=SECONDS / 3)
+            assert done.returncode == 0, (done.stderr, running.output[-4000:])
+            begun(running, 3 + newest(running))
+        refused = running.ctl("reshape", "--tp", "2", "--pp", "1", "--dp", "2")
+        assert refused.returncode == 1 and "TP 1 and CP 1 of the launch stay" in refused.stderr
+        result = drained(running)
+    last = max(result.committed)
+    assert set(result.committed) == set(range(1, last + 1))
     reference = elastic_job(tmp_path / "undisturbed", 4, 1, 1, last, *flags, seconds=SECONDS)
     assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.elastic.mcore.checkpoint.completeness import require_whole
 from tests.integration.elastic_job import (
     MODEL,
     ROOT,
@@ -152,6 +153,19 @@ def test_a_loss_while_a_checkpoint_is_written_has_it_begun_again(tmp_path: Path,
     assert f"successfully saved checkpoint from iteration {CUT + 1:7d}" in result.output
     assert not list((tmp_path / "saved").glob("*.partial*"))
     check_resumed(whole, resumed(tmp_path, {"resumed": tmp_path / "saved"})["resumed"], tracked(tmp_path / "saved"))
+
+
+def test_a_save_that_a_loss_made_void_leaves_nothing_in_the_next(tmp_path: Path) -> None:
+    """All of its files were written; those of the next one, by a rank less, have other parts in them."""
+    saved = tmp_path / "saved"
+    flags = ("--save", str(saved), "--save-interval", "2", "--no-elastic-respawn", "--elastic-allow-inject")
+    faults = "delay:step=3,point=mid_forward,seconds=1;kill:rank=3,step=3,point=mid_update"
+    result = elastic_job(tmp_path / "events", 4, 1, 1, 6, *QUIET, *flags, "--elastic-inject", faults)
+    assert result.code == 0 and "could not be written" not in result.output, result.output[-4000:]
+    assert not (saved / "iter_0000002").exists(), "void"
+    assert len(complete(saved)) >= 2
+    for step in complete(saved):
+        require_whole(saved / f"iter_{step:07d}")
 
 
 def test_a_loss_while_ranks_tell_how_long_a_save_took_costs_no_step(tmp_path: Path, whole: dict[int, float]) -> None:

@@ -97,7 +97,9 @@ def _ask(job: RunningJob, wish: Wish) -> None:
     job.wait_for(rf"iteration +{wish.step}/")
     if wish.what == "reshape":
         flags = tuple(
-            word for pair in zip(("--tp", "--pp", "--dp", "--cp"), map(str, wish.ranks), strict=False) for word in pair
+            word
+            for pair in zip(("--tp", "--pp", "--dp", "--cp", "--ep"), map(str, wish.ranks), strict=False)
+            for word in pair
         )
     else:
         flags = ("--ranks", ",".join(map(str, wish.ranks))) if wish.ranks else ()

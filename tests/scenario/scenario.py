@@ -20,7 +20,7 @@ The text form is one line of words, which can be pasted into a test or a command
     admit:rank=2,step=3         a user lets rank 2 in once step 3 is over: a lost one returns, whatever ``back`` says,
                                 and a spare adds a replica
     reshape:to=1|4|1,step=2     a user asks for these tensor-, pipeline- and data-parallel sizes once step 2 is over;
-                                a fourth number is the context-parallel size
+                                further numbers are the context- and the expert-parallel size
     spares=1                    as many ranks beyond the launch, which have the numbers that follow
 
 Words of a default value are left out. ``parse`` is the inverse of ``str``.
@@ -249,7 +249,7 @@ def parse(text: str) -> Scenario:
 
 
 def _take_event(word: str, found: dict[str, Any]) -> None:
-    sizes = re.fullmatch(r"reshape:to=(\d+(?:\|\d+){2,3}),step=(\d+)", word)
+    sizes = re.fullmatch(r"reshape:to=(\d+(?:\|\d+){2,4}),step=(\d+)", word)
     if sizes is not None:
         found["wishes"].append(Wish(int(sizes[2]), "reshape", tuple(map(int, sizes[1].split("|")))))
         return
@@ -259,7 +259,7 @@ def _take_event(word: str, found: dict[str, Any]) -> None:
         ranks = tuple(map(int, asked[2].split("|"))) if asked[2] else ()
         found["wishes"].append(Wish(int(asked[3]), asked[1], ranks))  # type: ignore[arg-type]
     elif word.startswith(("drain", "checkpoint", "admit", "reshape")):
-        kinds = "drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S, reshape:to=T|P|D[|C],step=S"
+        kinds = "drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S, reshape:to=T|P|D[|C[|E]],step=S"
         raise ValueError(f"{word!r} is none of {kinds}")
     else:
         found["faults"] += parse_faults(word)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.elastic.platform.type_names import named_as_cuda
 from megatron.elastic.platform.vendor import VendorPlatform
 from tests.standin import device, redirect
 
@@ -13,7 +14,10 @@ __all__ = ["NcclPlatform", "StandinPlatform"]
 
 
 class StandinPlatform(VendorPlatform):
-    """See the module docstring. ``torch.cuda`` is redirected as ``torch_npu.contrib.transfer_to_npu`` does."""
+    """See the module docstring. ``torch.cuda`` is redirected as ``torch_npu.contrib.transfer_to_npu`` does.
+
+    Types have CUDA's names too, as on Ascend (:class:`NpuPlatform`).
+    """
 
     name = device.NAME
     default_backend = "gloo"
@@ -28,6 +32,7 @@ class StandinPlatform(VendorPlatform):
     def prepare(self) -> None:
         device.register()
         redirect.install()
+        named_as_cuda(self.name)
 
 
 class NcclPlatform(StandinPlatform):

@@ -8,8 +8,8 @@ The same names are replaced and no others, so code that runs here needs no more 
 - ``Tensor.cuda``, ``Tensor.is_cuda``, ``Module.cuda``; pinned memory of data loaders; the backend ``nccl``;
 - ``torch.jit.script`` returns what it is given, and Triton is said to be missing.
 
-A job of one process without ``--elastic`` gets a group of one for the devices too, and CUDA's names of tensor types, so
-that plain Megatron with its own optimizer runs there; larger ones would need a library of their own.
+A job of one process without ``--elastic`` gets a group of one for the devices too, so that plain Megatron with its own
+optimizer runs there; larger ones would need a library of their own.
 
 ``torch.compile`` is left alone by that module; the device compiles nothing, so here it returns what it is given.
 """
@@ -88,15 +88,6 @@ def _compile(model: Any = None, **_: Any) -> Any:
     return model if model is not None else _script
 
 
-def _type_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        return found.replace(f"torch.{NAME}.", "torch.cuda.") if isinstance(found, str) else found
-
-    return named
-
-
 def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """``init_process_group`` that gives a world of one a backend for the devices: torch's, which moves nothing."""
 
@@ -105,7 +96,6 @@ def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("world_size") == 1:
             importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers "fake"
             kwargs["backend"] = f"cpu:gloo,{NAME}:fake"
-            torch.Tensor.type = _type_of(torch.Tensor.type)  # type: ignore[method-assign]
         return original(*args, **kwargs)
 
     return begin

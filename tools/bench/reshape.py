@@ -65,7 +65,7 @@ QUIET_STEPS = 8
 """Before the first change, and after each."""
 SECONDS = 300.0
 ENDED = "[exiting program at iteration"
-"""What Megatron-LM prints once it has saved.
+"""The line that Megatron-LM prints once it has saved.
 
 Over gloo a process may abort while the interpreter ends after that (pytorch issue 190489): no job waits for it."""
 _ITERATION = re.compile(r"iteration\s+(\d+)/")

@@ -1,6 +1,6 @@
 """Cost of watching a job: live page, metrics, event log and TensorBoard, as shares of a step.
 
-    python -m tools.bench.watching [--ranks 4] [--pairs 3] [--steps 60]
+    python -m tools.bench.watching [--ranks 4] [--pairs 3] [--steps 50]
 
 Pairs of jobs of the quickstart's model, data parallel over all ranks, one with all of it on and one with all of it
 off. On: ``--elastic-dashboard`` with a client that follows the page, its metrics scraped every second,
@@ -11,7 +11,9 @@ share       CPU time of each part over the CPU time of a step of a job without t
             ``scalars``           this project's scalars, on the rank that reports
             ``scalar_writer``     TensorBoard's thread, by this project's share of all scalars
             ``published``         the committed step for the launcher; it cannot be switched off
-            ``launcher``          CPU time of the launcher with everything on, less that of the job with all off
+            ``launcher``          CPU time of the launcher a second with everything on, less that of the job with
+                                  all off, over that of the cores: it is asked by the second, not by the step. The two
+                                  are the same where ranks keep the cores busy and no other process takes from them
             ``total``             all of these
             ``megatron_scalars``  Megatron's own scalars, which plain Megatron writes too; not in the total
             Clocks are of CPU time of a thread, and the launcher's is that of its process. So neither waiting nor
@@ -63,13 +65,16 @@ SCRAPES = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """One job, over the steps that count: CPU seconds of a step, except ``wall``: its median seconds."""
+    """One job, over the steps that count: CPU seconds of a step, unless a line says otherwise."""
 
     parts: Mapping[str, float]
     """Of all ranks, by clock."""
     ranks: float
     launcher: float
+    launcher_rate: float
+    """CPU seconds a second."""
     wall: float
+    """Median seconds of a step."""
     answers: int = 0
     answered_bytes: int = 0
 
@@ -86,7 +91,7 @@ def run(ranks: int, steps: int, watched: bool) -> Measured:
             flags = ["--elastic-dashboard", "0", "--elastic-event-log", str(folder / "events")]
             flags += ["--tensorboard-dir", str(folder / "board"), "--tensorboard-log-interval", "1"]
         job = command(ranks, *MODEL, "--train-iters", str(steps), *flags, script=WORKER)
-        launcher = list[float]()
+        launcher, at = list[float](), list[float]()
         client: Client | None = None
         with ExitStack() as open_now:
             running = open_now.enter_context(WatchedJob(job, WATCHING_OUT=name))
@@ -95,12 +100,14 @@ def run(ranks: int, steps: int, watched: bool) -> Measured:
                     client = open_now.enter_context(Client(running.address))
                 if step in (SKIPPED, steps - 1):
                     launcher.append(cpu_seconds(running.launcher.pid))
+                    at.append(time.monotonic())
         reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    began, ended = launcher
+    spent = launcher[1] - launcher[0]
     return Measured(
         parts=_parts(reports),
         ranks=sum(report["process_seconds"] for report in reports),
-        launcher=(ended - began) / (steps - 1 - SKIPPED),
+        launcher=spent / (steps - 1 - SKIPPED),
+        launcher_rate=spent / (at[1] - at[0]),
         wall=statistics.median(seconds for report in reports for seconds in report["walls"]),
         answers=client.answers if client else 0,
         answered_bytes=client.answered_bytes if client else 0,
@@ -118,9 +125,9 @@ def _parts(reports: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def shares(watched: Measured, alone: Measured) -> dict[str, float]:
-    """Part → share of the CPU time of a step of the job that nobody watches."""
+    """Part → its CPU time, as a share of that of a step which nobody watches."""
     costs = {name: watched.parts[name] / alone.cpu for name in (*COSTS, "scalar_writer")}
-    costs["launcher"] = (watched.launcher - alone.launcher) / alone.cpu
+    costs["launcher"] = (watched.launcher_rate - alone.launcher_rate) / len(os.sched_getaffinity(0))
     return {**costs, "total": sum(costs.values()), "megatron_scalars": watched.parts["megatron_scalars"] / alone.cpu}
 
 
@@ -149,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
     pairs = list[tuple[Measured, Measured]]()
     for number in range(options.pairs):
@@ -170,7 +177,7 @@ def main() -> None:
             "cpu_ratio": median_of([on.cpu / off.cpu for on, off in pairs]),
             "step_ratio": median_of([on.wall / off.wall for on, off in pairs]),
             "launcher_seconds_a_second": {
-                name: median_of([pair[at].launcher / pair[at].wall for pair in pairs]) for at, name in enumerate(names)
+                name: median_of([pair[at].launcher_rate for pair in pairs]) for at, name in enumerate(names)
             },
             "scalars_a_step": median_of([on.parts["scalars_a_step"] for on, _ in pairs]),
             "answers": sum(on.answers for on, _ in pairs),

@@ -143,17 +143,17 @@ Call ElasticProcessGroup::call(const View& v, std::chrono::milliseconds timeout)
   return Call{*hub_, *group_, v.generation, seconds(timeout)};
 }
 
-WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body,
-                                    std::shared_ptr<std::atomic<bool>> awaited) {
+WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, const Tensors& inputs,
+                                    std::function<void()> body, std::shared_ptr<std::atomic<bool>> awaited) {
   if (!async && !coalescing_) {
-    auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs));
+    auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs), inputs);
     at::NoGradGuard no_grad;
     group_->run(hub_->workers(), body);  // throws here, as torch does for calls that block
     work->end(nullptr);
     return work;
   }
   auto work = c10::make_intrusive<ElasticWork>(
-      op, std::move(outputs),
+      op, std::move(outputs), inputs,
       [hub = hub_, group = group_](const auto& done, auto deadline) {
         return group->help(hub->workers(), done, deadline);
       },
@@ -183,7 +183,7 @@ WorkPtr ElasticProcessGroup::endCoalescing(c10::DeviceType) {
   // One work that ends when the last of them has, with the first error.
   auto works = std::make_shared<std::vector<WorkPtr>>(std::move(coalesced_));
   coalesced_.clear();
-  auto all = c10::make_intrusive<ElasticWork>(c10d::OpType::COALESCED, Tensors{});
+  auto all = c10::make_intrusive<ElasticWork>(c10d::OpType::COALESCED, Tensors{}, Tensors{});
   // Beside the group's queue: messages among them end when others send, which may take collectives that are queued.
   hub_->workers().submit([works, all, hub = hub_] {
     std::exception_ptr error;
@@ -223,7 +223,7 @@ WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::A
     it->second.push_back(span_of(written.back().flat));
   }
   const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors, [c = call(v, o.timeout), written, batches, op] {
+  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors, tensors, [c = call(v, o.timeout), written, batches, op] {
     for (const auto& [type, part] : batches) all_reduce(c, part, type, op);
     for (const auto& w : written) w.store();
   });
@@ -235,10 +235,11 @@ WorkPtr ElasticProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions&
   const Written w = writable(single(tensors), true);
   const ReduceOp op = reduction_of(o.reduceOp);
   const DType type = dtype_of(w.target);
-  return launch(c10d::OpType::REDUCE, o.asyncOp, tensors, [c = call(v, o.timeout), w, type, op, root, me = v.me] {
-    reduce_to(c, {span_of(w.flat)}, type, op, root);
-    if (me == root) w.store();
-  });
+  return launch(c10d::OpType::REDUCE, o.asyncOp, tensors, tensors,
+                [c = call(v, o.timeout), w, type, op, root, me = v.me] {
+                  reduce_to(c, {span_of(w.flat)}, type, op, root);
+                  if (me == root) w.store();
+                });
 }
 
 WorkPtr ElasticProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -254,7 +255,7 @@ WorkPtr ElasticProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensor
   }
   expect(v.me >= 0 && parts[size_t(v.me)][0].size == bytes_of(out.flat), "output and own input differ in size");
   const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::REDUCE_SCATTER, o.asyncOp, outputs,
+  return launch(c10d::OpType::REDUCE_SCATTER, o.asyncOp, outputs, inputs[0],
                 [c = call(v, o.timeout), out, kept, parts, op, type = dtype_of(out.target)] {
                   elastic::comm::reduce_scatter(c, parts, {span_of(out.flat)}, type, op);
                   out.store();
@@ -294,7 +295,7 @@ WorkPtr ElasticProcessGroup::reduce_scatter_single_coalesced(Tensors& outputs, T
     all.push_back(std::move(one));
   }
   const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::_REDUCE_SCATTER_BASE, o.asyncOp, outputs, [c = call(v, o.timeout), all, op] {
+  return launch(c10d::OpType::_REDUCE_SCATTER_BASE, o.asyncOp, outputs, inputs, [c = call(v, o.timeout), all, op] {
     for (const One& one : all) {
       elastic::comm::reduce_scatter(c, one.parts, {span_of(one.out.flat)}, dtype_of(one.in), op);
       one.out.store();
@@ -347,7 +348,7 @@ WorkPtr ElasticProcessGroup::begin_reduce_scatter_blocks(const at::Tensor& flat,
   const auto body = [c, flat, parts = parts_of_blocks(v, flat, blocks), me = size_t(v.me), awaited] {
     elastic::comm::reduce_scatter(c, parts, parts.at(me), dtype_of(flat), ReduceOp::Sum);
   };
-  return launch(c10d::OpType::REDUCE_SCATTER, true, {flat}, body, awaited);
+  return launch(c10d::OpType::REDUCE_SCATTER, true, {flat}, {flat}, body, awaited);
 }
 
 WorkPtr ElasticProcessGroup::begin_all_gather_blocks(const at::Tensor& flat, const Blocks& blocks) {
@@ -356,13 +357,13 @@ WorkPtr ElasticProcessGroup::begin_all_gather_blocks(const at::Tensor& flat, con
   Call c = call(v, c10d::kUnsetTimeout);
   c.awaited = awaited.get();
   const auto body = [c, flat, parts = parts_of_blocks(v, flat, blocks), awaited] { all_gather(c, parts); };
-  return launch(c10d::OpType::ALLGATHER, true, {flat}, body, awaited);
+  return launch(c10d::OpType::ALLGATHER, true, {flat}, {flat}, body, awaited);
 }
 
 // ---------------------------------------------------------------- barriers
 
 WorkPtr ElasticProcessGroup::barrier(const c10d::BarrierOptions& o) {
-  return launch(c10d::OpType::BARRIER, o.asyncOp, {}, [c = call(view(), o.timeout)] { elastic::comm::barrier(c); });
+  return launch(c10d::OpType::BARRIER, o.asyncOp, {}, {}, [c = call(view(), o.timeout)] { elastic::comm::barrier(c); });
 }
 
 void ElasticProcessGroup::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) {

@@ -134,8 +134,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   View view() const;
   double seconds(std::chrono::milliseconds timeout) const;
   Call call(const View& view, std::chrono::milliseconds timeout);
-  // Runs `body` now or queues it, by `async` and coalescing.
-  WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body,
+  // Runs `body` now or queues it, by `async` and coalescing. Profiles have the shapes of `inputs`.
+  WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, const Tensors& inputs, std::function<void()> body,
                  std::shared_ptr<std::atomic<bool>> awaited = nullptr);
   WorkPtr message(WorkPtr work);
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& options);

@@ -33,7 +33,7 @@ WorkPtr ElasticProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOp
   const View v = view();
   const int root = v.root(o.rootRank);
   const Written w = writable(single(tensors), v.me == root);
-  return launch(c10d::OpType::BROADCAST, o.asyncOp, tensors, [c = call(v, o.timeout), w, root, me = v.me] {
+  return launch(c10d::OpType::BROADCAST, o.asyncOp, tensors, tensors, [c = call(v, o.timeout), w, root, me = v.me] {
     elastic::comm::broadcast(c, w.flat.data_ptr(), bytes_of(w.flat), root);
     if (me != root) w.store();
   });
@@ -61,7 +61,7 @@ WorkPtr ElasticProcessGroup::allgather(std::vector<Tensors>& outputs, Tensors& i
     expect(v.me >= 0 && one.parts[size_t(v.me)][0].size == bytes_of(one.in), "input and own output differ in size");
     all.push_back(std::move(one));
   }
-  return launch(c10d::OpType::ALLGATHER, o.asyncOp, flat_outputs, [c = call(v, o.timeout), all, me = v.me] {
+  return launch(c10d::OpType::ALLGATHER, o.asyncOp, flat_outputs, inputs, [c = call(v, o.timeout), all, me = v.me] {
     for (const One& one : all) {
       copy_bytes(one.parts[size_t(me)], one.in);
       all_gather(c, one.parts);
@@ -112,7 +112,7 @@ WorkPtr ElasticProcessGroup::all_gather_single_coalesced(Tensors& outputs, Tenso
     }
     all.push_back(std::move(one));
   }
-  return launch(c10d::OpType::_ALLGATHER_BASE, o.asyncOp, outputs, [c = call(v, o.timeout), all, me = v.me] {
+  return launch(c10d::OpType::_ALLGATHER_BASE, o.asyncOp, outputs, inputs, [c = call(v, o.timeout), all, me = v.me] {
     for (const One& one : all) {
       copy_bytes(one.parts.at(size_t(me)), one.in);
       all_gather(c, one.parts);
@@ -140,7 +140,7 @@ WorkPtr ElasticProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inpu
     }
   }
   Tensors result = outputs.empty() ? Tensors{} : outputs[0];
-  return launch(c10d::OpType::GATHER, o.asyncOp, result, [c = call(v, o.timeout), in, out, parts, root] {
+  return launch(c10d::OpType::GATHER, o.asyncOp, result, inputs, [c = call(v, o.timeout), in, out, parts, root] {
     elastic::comm::gather(c, {span_of(in)}, parts, root);
     for (const auto& w : out) w.store();
   });
@@ -164,7 +164,7 @@ WorkPtr ElasticProcessGroup::gather_single(at::Tensor& output, at::Tensor& input
       parts[j] = {Span{static_cast<char*>(out[0].flat.data_ptr()) + v.entry(j) * each, each}};
     }
   }
-  return launch(c10d::OpType::GATHER, o.asyncOp, result, [c = call(v, o.timeout), in, out, parts, root] {
+  return launch(c10d::OpType::GATHER, o.asyncOp, result, {input}, [c = call(v, o.timeout), in, out, parts, root] {
     elastic::comm::gather(c, {span_of(in)}, parts, root);
     for (const auto& w : out) w.store();
   });
@@ -183,7 +183,7 @@ WorkPtr ElasticProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inp
       parts[j] = {span_of(kept.back())};
     }
   }
-  return launch(c10d::OpType::SCATTER, o.asyncOp, outputs, [c = call(v, o.timeout), out, kept, parts, root] {
+  return launch(c10d::OpType::SCATTER, o.asyncOp, outputs, kept, [c = call(v, o.timeout), out, kept, parts, root] {
     elastic::comm::scatter(c, parts, {span_of(out.flat)}, root);
     out.store();
   });
@@ -218,10 +218,11 @@ WorkPtr ElasticProcessGroup::all_to_all_single(at::Tensor& output, at::Tensor& i
     send.push_back({Span{static_cast<char*>(in.data_ptr()) + from[e], from[e + 1] - from[e]}});
     receive.push_back({Span{static_cast<char*>(out.flat.data_ptr()) + to[e], to[e + 1] - to[e]}});
   }
-  return launch(c10d::OpType::ALLTOALL_BASE, o.asyncOp, {output}, [c = call(v, o.timeout), in, out, send, receive] {
-    all_to_all(c, send, receive);
-    out.store();
-  });
+  return launch(c10d::OpType::ALLTOALL_BASE, o.asyncOp, {output}, {input},
+                [c = call(v, o.timeout), in, out, send, receive] {
+                  all_to_all(c, send, receive);
+                  out.store();
+                });
 }
 
 WorkPtr ElasticProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
@@ -242,7 +243,7 @@ WorkPtr ElasticProcessGroup::alltoall(Tensors& outputs, Tensors& inputs, const c
     send.push_back({span_of(kept.back())});
     receive.push_back({span_of(out.back().flat)});
   }
-  return launch(c10d::OpType::ALLTOALL, o.asyncOp, outputs, [c = call(v, o.timeout), kept, out, send, receive] {
+  return launch(c10d::OpType::ALLTOALL, o.asyncOp, outputs, inputs, [c = call(v, o.timeout), kept, out, send, receive] {
     all_to_all(c, send, receive);
     for (const auto& w : out) w.store();
   });
@@ -259,7 +260,7 @@ WorkPtr ElasticProcessGroup::send(Tensors& tensors, int to, int tag) {
   const at::Tensor data = readable(single(tensors));
   auto request = send_to(call(v, c10d::kUnsetTimeout), v.global(to), uint64_t(uint32_t(tag)), data.data_ptr(),
                          bytes_of(data), std::make_shared<at::Tensor>(data));
-  return message(c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data},
+  return message(c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data}, tensors,
                                                   timeout_.load(), nullptr, [](int) { return -1; }));
 }
 
@@ -269,7 +270,7 @@ WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
   auto request = receive_from(call(v, c10d::kUnsetTimeout), v.global(from), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
                               bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
   return message(c10::make_intrusive<RequestWork>(
-      c10d::OpType::RECV, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
+      c10d::OpType::RECV, std::move(request), Tensors{w.flat}, tensors, timeout_.load(), [w] { w.store(); },
       [v](int global) { return v.rank_of(global); }));
 }
 
@@ -279,7 +280,7 @@ WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
   auto request = receive_from_any(call(v, c10d::kUnsetTimeout), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
                                   bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
   return message(c10::make_intrusive<RequestWork>(
-      c10d::OpType::RECVANYSOURCE, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
+      c10d::OpType::RECVANYSOURCE, std::move(request), Tensors{w.flat}, tensors, timeout_.load(), [w] { w.store(); },
       [v](int global) { return v.rank_of(global); }));
 }
 

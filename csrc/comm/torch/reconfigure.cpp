@@ -22,7 +22,7 @@ ElasticProcessGroup::WorkPtr ElasticProcessGroup::reconfigure(const c10d::Reconf
   }
   const double seconds = o.timeout ? std::chrono::duration<double>(*o.timeout).count() : -1;
   reconfiguration_.edit(o.uuid, handles, ordered != nullptr, seconds);
-  auto work = c10::make_intrusive<ElasticWork>(c10d::OpType::UNKNOWN, Tensors{});
+  auto work = c10::make_intrusive<ElasticWork>(c10d::OpType::UNKNOWN, Tensors{}, Tensors{});
   work->end(nullptr);
   return work;
 }

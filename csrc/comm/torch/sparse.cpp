@@ -65,7 +65,7 @@ ElasticProcessGroup::WorkPtr ElasticProcessGroup::reduce_sparse(const at::Tensor
                     "elastic: sparse tensors can be summed and averaged only");
   const View v = view();
   const at::Tensor own = tensor.detach().coalesce();
-  return launch(c10d::OpType::_ALLREDUCE_SPARSE, o.asyncOp, {tensor},
+  return launch(c10d::OpType::_ALLREDUCE_SPARSE, o.asyncOp, {tensor}, {tensor},
                 [c = call(v, o.timeout), tensor, own, average, n = v.living.size(), me = size_t(v.me)] {
                   const auto headers = exchange(c, header_of(own), n, me);
                   Tensors indices;

@@ -1,14 +1,59 @@
 #include "work.hpp"
 
 namespace elastic::comm {
+namespace {
+
+// The operation's name in profiles: the backend's and that of the function of torch.distributed, as gloo has them.
+const char* title_of(c10d::OpType op) {
+  switch (op) {
+    case c10d::OpType::BROADCAST:
+      return "elastic:broadcast";
+    case c10d::OpType::ALLREDUCE:
+      return "elastic:all_reduce";
+    case c10d::OpType::_ALLREDUCE_SPARSE:
+      return "elastic:sparse_all_reduce";
+    case c10d::OpType::REDUCE:
+      return "elastic:reduce";
+    case c10d::OpType::ALLGATHER:
+      return "elastic:all_gather";
+    case c10d::OpType::_ALLGATHER_BASE:
+      return "elastic:all_gather_into_tensor";
+    case c10d::OpType::GATHER:
+      return "elastic:gather";
+    case c10d::OpType::SCATTER:
+      return "elastic:scatter";
+    case c10d::OpType::REDUCE_SCATTER:
+      return "elastic:reduce_scatter";
+    case c10d::OpType::_REDUCE_SCATTER_BASE:
+      return "elastic:reduce_scatter_tensor";
+    case c10d::OpType::ALLTOALL:
+    case c10d::OpType::ALLTOALL_BASE:
+      return "elastic:all_to_all";
+    case c10d::OpType::SEND:
+      return "elastic:send";
+    case c10d::OpType::RECV:
+      return "elastic:recv";
+    case c10d::OpType::RECVANYSOURCE:
+      return "elastic:recvAnySource";
+    case c10d::OpType::BARRIER:
+      return "elastic:barrier";
+    default:
+      return nullptr;  // no event: a batch, whose operations have their own
+  }
+}
+
+}  // namespace
 
 c10::intrusive_ptr<c10::ivalue::Future> make_tensors_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
-ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help,
-                         std::shared_ptr<std::atomic<bool>> awaited)
-    : Work(-1, op), outputs_(std::move(outputs)), help_(std::move(help)), awaited_(std::move(awaited)) {}
+ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
+                         Help help, std::shared_ptr<std::atomic<bool>> awaited)
+    : Work(-1, op, title_of(op), inputs),
+      outputs_(std::move(outputs)),
+      help_(std::move(help)),
+      awaited_(std::move(awaited)) {}
 
 bool ElasticWork::wait(std::chrono::milliseconds timeout) {
   if (awaited_) awaited_->store(true);
@@ -56,9 +101,10 @@ c10::intrusive_ptr<c10::ivalue::Future> ElasticWork::getFuture() {
   return future;
 }
 
-RequestWork::RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors, double timeout,
-                         std::function<void()> finish, std::function<int(int)> rank_of)
-    : Work(-1, op),
+RequestWork::RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors,
+                         const std::vector<at::Tensor>& inputs, double timeout, std::function<void()> finish,
+                         std::function<int(int)> rank_of)
+    : Work(-1, op, title_of(op), inputs),
       request_(std::move(request)),
       tensors_(std::move(tensors)),
       seconds_(timeout),

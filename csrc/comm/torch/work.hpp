@@ -1,5 +1,7 @@
 // c10d::Work for the three ways an operation ends: it has ended already (the
 // caller's thread ran it), a worker ends it, or a point-to-point request does.
+//
+// torch's profiler sees an operation from the construction of its work to its end, with the shapes of its inputs.
 #pragma once
 
 #include <atomic>
@@ -18,8 +20,8 @@ class ElasticWork : public c10d::Work {
   // `help` runs queued work of the group, or waits, until the condition holds or the time has passed.
   using Help = std::function<bool(const std::function<bool()>&, std::chrono::steady_clock::time_point)>;
   // `awaited` is set when a thread waits (Call::awaited).
-  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help = nullptr,
-              std::shared_ptr<std::atomic<bool>> awaited = nullptr);
+  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs,
+              Help help = nullptr, std::shared_ptr<std::atomic<bool>> awaited = nullptr);
 
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
@@ -40,9 +42,11 @@ class ElasticWork : public c10d::Work {
 // send, recv, recv_anysource: the waiting thread also drives the message.
 class RequestWork : public c10d::Work {
  public:
-  // `finish` runs once after success, in the waiting thread (copying into a non-contiguous tensor).
-  RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors, double timeout,
-              std::function<void()> finish, std::function<int(int)> rank_of);
+  // `tensors` are the ones that travel, `inputs` the caller's. `finish` runs once after success, in the waiting thread
+  // (copying into a non-contiguous tensor).
+  RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors,
+              const std::vector<at::Tensor>& inputs, double timeout, std::function<void()> finish,
+              std::function<int(int)> rank_of);
 
   bool isCompleted() override;
   bool isSuccess() const override;

@@ -99,6 +99,10 @@ class Driven:
         """A group of ours is its own backend: torch 2.14 and later ask it before a batch of sends and receives."""
         return self
 
+    def get_backend(self, device: torch.device) -> Any:
+        """The same by its name from torch 2.15 on, where ``torch.distributed.get_backend_impl`` calls it."""
+        return self
+
     @property
     def supports_reconfigure(self) -> bool:
         return True

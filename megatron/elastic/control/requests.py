@@ -34,18 +34,22 @@ __all__ = [
 
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 """A parallel size."""
+_SizeOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A parallel size; 0: the launch's."""
 
 ReshapeState = Literal["open", "under way", "in force", "refused"]
 """The state of a request for other sizes. The last two end it."""
 
 
 class ParallelSizes(NamedTuple):
-    """Tensor-, pipeline-, data- and context-parallel size."""
+    """Tensor-, pipeline-, data-, context- and expert-parallel size."""
 
     tensor: int
     pipeline: int
     data: int
     context: int = 1
+    experts: int = 1
+    """Into how many sets ranks deal the experts of a layer; in a request 0: as at the launch."""
 
     @property
     def cell(self) -> int:
@@ -59,7 +63,8 @@ class ParallelSizes(NamedTuple):
 
     def __str__(self) -> str:
         context = f"CP {self.context}, " if self.context > 1 else ""
-        return f"TP {self.tensor}, {context}PP {self.pipeline}, DP {self.data}"
+        experts = f"EP {self.experts}, " if self.experts > 1 else ""
+        return f"TP {self.tensor}, {context}{experts}PP {self.pipeline}, DP {self.data}"
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -97,11 +102,12 @@ class Reshape(_Command, frozen=True, tag="reshape"):
     pipeline: _Size
     data: _Size
     context: _Size = 1
+    experts: _SizeOrNone = 0
 
     @property
     def sizes(self) -> ParallelSizes:
         """All of them as one value."""
-        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context)
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context, self.experts)
 
 
 Command = Status | Drain | Stop | SaveCheckpoint | Admit | Reshape
@@ -140,13 +146,14 @@ class OpenReshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline: _Size
     data: _Size
     context: _Size = 1
+    experts: _SizeOrNone = 0
     hopeless: bool = False
     """Fewer ranks are here, or will be, than the sizes take."""
 
     @property
     def sizes(self) -> ParallelSizes:
         """All of them as one value."""
-        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context)
+        return ParallelSizes(self.tensor, self.pipeline, self.data, self.context, self.experts)
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

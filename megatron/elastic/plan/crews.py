@@ -77,7 +77,7 @@ def condensed(topology: Topology, width: int) -> Topology:
         for number, living in sorted(crews_of(topology).items())
         if living
     )
-    grid, groups = topology.grid, topology.grid.data_parallel_size // topology.crew_size
+    grid, groups = topology.grid, len(_groups(topology))
     waves = -(-microbatches(grid) // (width * groups))
     return replace(
         topology,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron.elastic.platform import cpu_substitutes as sub
+from megatron.elastic.platform.type_names import type_name
 
 __all__ = ["ROWS", "Redirection", "RedirectionTooLate", "Row", "describe", "install", "installed"]
 
@@ -144,7 +145,7 @@ ROWS: tuple[Row, ...] = (
     Row("torch.Tensor", ("cuda",), _constant(sub.tensor_cuda), ".cuda() stays where it is"),
     Row("torch.Tensor", ("pin_memory",), _constant(sub.tensor_as_is), "page-locking is for DMA to a GPU"),
     Row("torch.Tensor", ("record_stream",), _nothing, "tells the GPU allocator which stream still reads"),
-    Row("torch.Tensor", ("type",), _wrap(sub.type_name),
+    Row("torch.Tensor", ("type",), _wrap(type_name("cpu")),
         "Megatron's optimizer compares type() with 'torch.cuda.FloatTensor': the result equals both names"),
     Row("torch.nn.Module", ("to", "to_empty"), _wrap(sub.move_to_cpu), '.to(device="cuda") stays where it is'),
     Row("torch.nn.Module", ("cuda",), _constant(sub.module_as_is), ".cuda() stays where it is"),

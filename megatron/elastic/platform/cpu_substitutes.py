@@ -28,12 +28,12 @@ from megatron.elastic.platform.streams import HostEvent, HostStream, use_stream
 # fmt: off
 __all__ = [
     "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RENAMED", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext",
-    "HostEvent", "HostStream", "TypeName", "call_now", "current_device", "device_capability", "device_name",
+    "HostEvent", "HostStream", "call_now", "current_device", "device_capability", "device_name",
     "device_properties", "do_nothing", "dynamo_free", "factory_on_cpu", "generator_on_cpu", "get_rng_state",
     "identity_compile", "load_to_cpu", "loader_without_pinning", "manual_seed", "mem_get_info", "memory_stats",
     "module_as_is", "move_to_cpu", "no", "one_device", "order_launches", "peak_resident_bytes", "resident_bytes",
     "set_rng_state", "silence_rng_warning", "silence_upstream_warnings", "step_without_dynamo", "tensor_as_is",
-    "tensor_cuda", "the_stream", "type_name", "use_stream",
+    "tensor_cuda", "the_stream", "use_stream",
 ]
 # fmt: on
 
@@ -218,34 +218,6 @@ def tensor_as_is(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 def module_as_is(self: torch.nn.Module, device: object = None) -> torch.nn.Module:
     return self
-
-
-class TypeName(str):
-    """``'torch.FloatTensor'`` that also equals ``'torch.cuda.FloatTensor'``, as left or right operand."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, str):
-            return NotImplemented
-        return str.__eq__(self, str(other).replace("torch.cuda.", "torch.", 1))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-
-def type_name(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type``: the name compares equal to its CUDA twin; casts go to the CPU type."""
-
-    @functools.wraps(method)
-    def redirected(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if dtype is None:
-            return TypeName(method(self))
-        if isinstance(dtype, str):
-            dtype = dtype.replace("torch.cuda.", "torch.", 1)
-        return method(self, dtype, non_blocking, **kwargs)
-
-    return redirected
 
 
 def load_to_cpu(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Ascend: ``torch_npu`` and its own redirection of ``torch.cuda``; HCCL carries bulk data.
 
 ``torch_npu.contrib.transfer_to_npu`` does for Ascend what ``cpu_redirect`` does
-here, so Megatron needs nothing more from this file. Written against torch-npu
+here, but for the names of tensor types. Written against torch-npu
 2.14's documented names; contract-tested only (no such device at hand).
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.elastic.platform.base import PlatformUnavailable
+from megatron.elastic.platform.type_names import named_as_cuda
 from megatron.elastic.platform.vendor import VendorPlatform
 
 __all__ = ["NpuPlatform"]
@@ -39,3 +40,4 @@ class NpuPlatform(VendorPlatform):
         if not self.available():
             raise PlatformUnavailable("no Ascend device: torch_npu is not installed or sees none (npu-smi info)")
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
+        named_as_cuda(self.name)

@@ -240,7 +240,7 @@ DYING: dict[str, tuple[str, Script, list[str]]] = {
     "ncclCommShrink": ("full", [(ALL, None), (REST, 3), ((0, 2), None)], ["started", "started"]),
     "ncclCommGrow": ("full", [(ALL, None), (REST, None), (ALL, 1), (REST, None)], ["started", "shrunk", "started"]),
 }
-"""Where a rank dies → the library's version, the script, and the changes of rank 0's communicator."""
+"""The place where a rank dies → the library's version, the script, and the changes of rank 0's communicator."""
 
 
 def connecting(here: Here, path: Path, script: Script, first: int = 1) -> list[str]:

@@ -172,4 +172,4 @@ PROTOTYPES = (
     "send(std::vector<at::Tensor>& tensors, int dstRank, int tag)",
     "recv(std::vector<at::Tensor>& tensors, int srcRank, int tag)",
 )
-"""What is called of a group, in the words of torch_npu's header, spaces made one."""
+"""The methods of a group that are called, as torch_npu's header declares them, with single spaces."""

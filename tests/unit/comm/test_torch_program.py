@@ -103,3 +103,28 @@ def test_ddp_reduces_the_sparse_gradients_of_an_embedding() -> None:
     with Ranks(2, sparse_embedding) as ranks:
         found = ranks.results(range(2))
     assert found[0] == found[1] == [0.5, 0.5, 0.0, 0.0, 0.0, 1.0]
+
+
+def profiled(here: Here) -> list[tuple[str, list[list[int]]]]:
+    begin(here)
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(3))
+        work = dist.all_reduce(torch.ones(2, 2), async_op=True)
+        assert work is not None
+        work.wait()
+        if here.rank == 0:
+            dist.send(torch.ones(5), 1)
+        else:
+            dist.recv(torch.ones(5), 0)
+    dist.destroy_process_group()
+    events = [event for event in profile.function_events if event.name.startswith("elastic:")]
+    assert all(event.is_async for event in events), "they may end in another thread"
+    return sorted((event.name, event.input_shapes) for event in events)
+
+
+def test_profiles_have_operations_with_the_shapes_of_their_inputs() -> None:
+    with Ranks(2, profiled) as ranks:
+        seen = ranks.results(range(2))
+    reductions = [("elastic:all_reduce", [[2, 2]]), ("elastic:all_reduce", [[3]])]
+    assert seen[0] == [*reductions, ("elastic:send", [[5]])]
+    assert seen[1] == [*reductions, ("elastic:recv", [[5]])]

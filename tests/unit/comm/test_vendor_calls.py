@@ -1,4 +1,4 @@
-"""A call of a vendor's library that does not return holds up nobody for longer than it may."""
+"""A call of a vendor's library that does not return delays its caller by a limited time."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ SIZES = st.builds(
     pipeline=st.sampled_from([1, 2, 3]),
     data=st.sampled_from([1, 2]),
     context=st.sampled_from([1, 1, 2]),
+    experts=st.just(1),
 )
 
 
@@ -50,7 +51,7 @@ class Job:
     def __init__(self, sizes: ParallelSizes, extra: int = 0) -> None:
         cuts = [UNITS * stage // sizes.pipeline for stage in range(sizes.pipeline + 1)]
         grid = Grid(12, 1, sizes.data)
-        tensor, pipeline, data, context = sizes
+        tensor, pipeline, data, context = sizes[:4]
         chunks = tuple(pairwise(cuts))
         self.launch = LaunchTopology(tensor, pipeline, data, chunks, grid, extra=extra * sizes.cell, context=context)
         ranks = tuple(range(tensor))
@@ -179,6 +180,13 @@ def test_layers_are_dealt_evenly_with_embedding_and_head_beside_the_outer_ones(s
         layers[0] -= 1
         layers[-1] -= 1
     assert max(layers) - min(layers) <= 1 and min(layers) > 0
+
+
+def test_units_without_cut_parameters_have_holders_at_any_size() -> None:
+    """A launch of one tensor-parallel rank has no common part: shard 0 of a final norm has what all ranks need."""
+    job = Job(ParallelSizes(1, 2, 2))
+    groups = job.to(ParallelSizes(2, 1, 1, 2)).state_groups(lambda unit, position: ())
+    assert {key: set(ranks) for key, ranks in groups.items()} == {(unit, 0): set(range(4)) for unit in range(UNITS)}
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:

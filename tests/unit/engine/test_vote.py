@@ -99,7 +99,9 @@ REQUESTS = st.builds(
     join=st.booleans(),
     drain=st.booleans(),
     leave=st.sampled_from([(), (3,), (1, 3), (13,)]),
-    reshape=st.sampled_from([None, OpenReshape(1, 2, 2, 1), OpenReshape(2, 2, 2, 1), OpenReshape(1, 2, 2, 1, True)]),
+    reshape=st.sampled_from(
+        [None, OpenReshape(1, 2, 2, 1), OpenReshape(2, 2, 2, 1), OpenReshape(1, 2, 2, 1, hopeless=True)]
+    ),
 )
 
 
@@ -115,7 +117,7 @@ def test_a_request_is_agreed_when_every_voter_knows_it_and_a_save_when_one_needs
         tallies.append(LAYOUT.pack(tally))
     total = LAYOUT.unpack(torch.stack(tallies).sum(0))
     known = [requests for requests, _, _ in voters]
-    numbers = [(one.reshape and (one.reshape.number, 2, 2, 1)) or () for one in known]
+    numbers = [(one.reshape and (one.reshape.number, *one.reshape.sizes)) or () for one in known]
     asked = set(numbers)
     expected = Agreed(
         join=all(requests.join for requests in known),

@@ -94,12 +94,14 @@ def test_impossible_sizes_are_refused_in_one_line(appended: list[Event], capsys:
         ["reshape", "--tp", "2", "--pp", "1", "--dp", "1", "--cp", "0"],
         ["status", "--dp", "2"],
         ["status", "--cp", "2"],
+        ["reshape", "--tp", "2", "--pp", "1", "--dp", "1", "--ep", "0"],
+        ["status", "--ep", "2"],
         ["reshape", "--ranks", "1"],
     ],
 )
 def test_sizes_belong_to_reshape_all_three(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 1
-    assert "error: reshape takes --tp, --pp, --dp and, if not 1, --cp, each at least 1" in capsys.readouterr().err
+    assert "error: reshape takes --tp, --pp, --dp and perhaps --cp and --ep, each at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("state", "code"), [("refused", 1), ("in force", 0)])

@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.elastic.mcore.checkpoint.background_save import Folders
 from megatron.elastic.state.manifest import FileHash, Manifest, damage, read
@@ -34,6 +36,7 @@ def begun(folders: Folders, save: Path, iteration: int, tag: str = TAG) -> Path:
         tracker = Path(folders.tracked(str(save / "latest_checkpointed_iteration.txt")))
     partial.mkdir(parents=True)
     (partial / "content").write_text(str(iteration))
+    dcp.save({"step": torch.tensor(iteration)}, storage_writer=dcp.FileSystemWriter(partial), no_dist=True)
     assert not folders.is_written()
     tracker.write_text(str(iteration))
     assert folders.is_written()
@@ -147,7 +150,7 @@ def test_a_checkpoint_has_the_hash_of_every_file_and_no_name_when_one_is_not_as_
     assert not (tmp_path / "iter_0000004").exists()
     folders.commit(written())
     manifest = read(tmp_path / "iter_0000004")
-    assert manifest is not None and list(manifest.files) == ["content"]
+    assert manifest is not None and sorted(manifest.files) == [".metadata", "__0_0.distcp", "content"]
     assert damage(tmp_path / "iter_0000004", manifest.files) == []
     (tmp_path / "iter_0000004" / "content").write_text("5")
     assert damage(tmp_path / "iter_0000004", manifest.files) == ["content is not what was written"]

@@ -14,7 +14,7 @@ import torch
 
 from megatron.elastic.platform import cpu_redirect
 from megatron.elastic.platform.cpu_redirect import ROWS, Redirection, describe
-from megatron.elastic.platform.cpu_substitutes import TypeName
+from megatron.elastic.platform.type_names import TypeName
 
 ROOT = Path(__file__).resolve().parents[3]
 

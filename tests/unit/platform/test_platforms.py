@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.elastic.platform import npu
 from megatron.elastic.platform.base import Platform, PlatformUnavailable
 from megatron.elastic.platform.cpu import CpuPlatform
 from megatron.elastic.platform.cuda import CudaPlatform
@@ -207,6 +208,8 @@ def test_ascend_is_readied_by_its_own_redirection(monkeypatch: pytest.MonkeyPatc
         return types.ModuleType(name)
 
     monkeypatch.setattr(NpuPlatform, "available", classmethod(lambda cls: True))
+    named: list[str] = []
     monkeypatch.setattr("importlib.import_module", import_module)
+    monkeypatch.setattr(npu, "named_as_cuda", named.append)
     NpuPlatform().prepare()
-    assert imported == ["torch_npu.contrib.transfer_to_npu"]
+    assert imported == ["torch_npu.contrib.transfer_to_npu"] and named == ["npu"]

@@ -27,6 +27,7 @@ from functools import cached_property
 
 from megatron.elastic.engine.compute.buffers import HeldPart
 from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, Crew, only_at_launch
+from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.shape import GridShape
 from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened, gains
@@ -48,7 +49,7 @@ class Assignment:
     shape: GridShape | None = None
     """The sizes in force since a reshape; None: the launch's."""
     rehomed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(cell, experts) of the cells of crews with other homes than at launch, ascending; no experts: in no crew."""
+    """(cell, experts) of the cells of crews with other homes than :attr:`deal` gives, ascending; none: in no crew."""
 
     def __post_init__(self) -> None:
         if not self.formed:
@@ -74,6 +75,12 @@ class Assignment:
     def base(self) -> GridShape:
         """The sizes in force."""
         return self.shape or GridShape.of_launch(self.launch_topology)
+
+    @cached_property
+    def deal(self) -> ExpertDeal:
+        """The experts of each rank while none is missing."""
+        launched = self.launch_topology.deal
+        return launched if self.shape is None else self.shape.deal(launched)
 
     @cached_property
     def nominal(self) -> Assignment:
@@ -105,8 +112,8 @@ class Assignment:
     @cached_property
     def _crews(self) -> tuple[tuple[int, ...], ...]:
         """The cells of each crew, missing ones included, in the order of their replicas."""
-        size, replicas = self.launch_topology.crew_size, self.replicas
-        if not self.launch_topology.experts:
+        size, replicas = self.deal.crew_size, self.replicas
+        if not self.deal.experts:
             return ()
         groups = [replicas[first : first + size] for first in range(0, len(replicas), size)]
         seats = (
@@ -117,28 +124,24 @@ class Assignment:
     @cached_property
     def _experts(self) -> Mapping[int, tuple[int, ...]]:
         """Cell → the experts that it has of each of its layers; cells without units are left out."""
-        launch = self.launch_topology
-        return {cell: launch.experts_at(at) for crew in self._crews for at, cell in enumerate(crew)} | dict(
-            self.rehomed
-        )
+        return {cell: self.deal.at(at) for crew in self._crews for at, cell in enumerate(crew)} | dict(self.rehomed)
 
     def _crew(self, cell: int, index: int) -> Crew | None:
-        """Return the crew of the ``index``-th rank of ``cell``; the launch's for a cell that is not whole, which waits.
+        """Return the crew of the ``index``-th rank of ``cell``. A cell that is not whole waits in that of no loss.
 
         Where a cell has all experts several times, its crews are parts of it.
         """
         crew = next((crew for crew in self._crews if cell in crew), ())
         if not crew:
             return None
-        launch = self.launch_topology
-        experts = [self._experts[member] for member in crew]
+        deal, experts = self.deal, [self._experts[member] for member in crew]
         if not experts[crew.index(cell)]:
-            experts = [launch.experts_at(at) for at in range(len(crew))]
+            experts = [deal.at(at) for at in range(len(crew))]
         members = [(at, member) for at, member in enumerate(crew) if experts[at]]
         ranks = [rank for _, member in members for rank in self.cells[member].ranks]
-        homes = [mine for at, _ in members for mine in launch.experts_of_ranks(at, experts[at])]
-        first = index - index % launch.expert_ranks
-        mine = slice(first, first + launch.expert_ranks)
+        homes = [mine for at, _ in members for mine in deal.on_ranks(at, experts[at])]
+        first = index - index % deal.ranks
+        mine = slice(first, first + deal.ranks)
         return Crew(tuple(ranks[mine]), tuple(homes[mine]))
 
     def crewed(self, living: Collection[int]) -> Assignment:
@@ -184,9 +187,9 @@ class Assignment:
 
     def _rehomed(self, homes: Mapping[int, tuple[int, ...]]) -> Assignment:
         """Return the assignment in which the cells of one crew have these experts."""
-        launched = {cell: self.launch_topology.experts_at(at) for at, cell in enumerate(homes)}
+        regular = {cell: self.deal.at(at) for at, cell in enumerate(homes)}
         rehomed = {cell: mine for cell, mine in self.rehomed if cell not in homes}
-        if homes != launched:
+        if homes != regular:
             rehomed.update(homes)
         return replace(self, rehomed=tuple(sorted(rehomed.items())))
 
@@ -199,8 +202,8 @@ class Assignment:
 
     def _busiest(self, cells: tuple[int, ...], loads: Load) -> float:
         """Return :meth:`imbalance` of one crew, or of the crews that are parts of one cell."""
-        launch, cell = self.launch_topology, next(one for one in cells if self._experts[one])
-        firsts = range(0, launch.cell_size, min(launch.expert_ranks, launch.cell_size))
+        deal, cell = self.deal, next(one for one in cells if self._experts[one])
+        firsts = range(0, deal.cell, min(deal.ranks, deal.cell))
         found = 1.0
         for crew in (self._crew(cell, first) for first in firsts):
             assert crew is not None
@@ -246,11 +249,14 @@ class Assignment:
         return self._units.get(cell, ())
 
     def shards_at(self, unit: int, position: Position, covered: Covered) -> tuple[int, ...]:
-        """Return the shards of ``unit`` that a rank at ``position`` covers, the common part included, ascending."""
+        """Return the shards of ``unit`` that a rank at ``position`` covers, the common part included, ascending.
+
+        Every rank computes with the replicated parameters. Of a launch at tensor-parallel size 1 shard 0 has them.
+        """
         regular = position.count == self.launch_topology.tensor
         shards = (position.index,) if regular else covered(unit, position)
         common = self.launch_topology.common
-        return shards if common is None else (*shards, common)
+        return tuple(sorted({*shards, 0 if common is None else common}))
 
     def held_by(self, rank: int, covered: Covered = only_at_launch) -> HeldPart:
         """Return the part of the model that ``rank`` holds."""
@@ -323,7 +329,7 @@ class Assignment:
             self.replicas,
             tied,
             parked,
-            launch_topology.crew_size,
+            self.deal.crew_size,
         )
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:

@@ -232,12 +232,13 @@ class ViewFactory:
         if why is not None:
             raise PlanError(why)
         elements = {key: layout.numel for key, layout in self.layouts.items()}
-        target = reshaped(launch, sizes, living, elements, self.covered)
-        if self.sizes.only_launch:
-            known, segments = {cell.ranks for cell in launch.cells}, (s for r in target.replicas for s in r.segments)
-            if any(target.cells[segment.cell].ranks not in known for segment in segments):
-                raise PlanError("this model is computed by the tensor-parallel groups of the launch only")
+        only_launch = self.sizes.only_launch
+        whole = sum(all(rank in living for rank in cell.ranks) for cell in launch.cells)
+        if only_launch and whole < sizes.pipeline * sizes.data:
+            raise PlanError("this model is computed by the tensor-parallel groups of the launch only")
+        target = reshaped(launch, sizes, living, elements, self.covered, whole_cells=only_launch)
         most, memory = max(self._bytes_of_a_rank(target, living).values()), self.hardware.memory_bytes
+        most *= max(1, -(-launch.expert_homes // sizes.experts))  # as if a rank had nothing but experts
         if most > memory:
             raise PlanError(f"a rank would need {most / 2**30:.1f} GiB and has {memory / 2**30:.1f} GiB")
         return target
@@ -246,7 +247,9 @@ class ViewFactory:
         """Yield why the job cannot go on with ``sizes``, whatever ranks there are."""
         launch, grid, config = self.launch_topology, self.launch_topology.grid, self.config
         if launch.experts:
-            yield "ranks share experts: --expert-model-parallel-size above 1 keeps the sizes of the launch"
+            yield from self._expert_refusals(sizes)
+        elif sizes.experts > 1:
+            yield f"EP {sizes.experts} takes a job that was launched with --expert-model-parallel-size above 1"
         batches = grid.global_batch_size // grid.micro_batch_size
         if sizes.tensor != launch.tensor and config.exact:
             yield f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it"
@@ -265,6 +268,15 @@ class ViewFactory:
             yield f"{sizes.pipeline} stages for {launch.compute_units} layers, embedding and head counted"
         if sizes.data > batches:
             yield f"{sizes.data} replicas for {batches} micro-batches a step"
+
+    def _expert_refusals(self, sizes: ParallelSizes) -> Iterator[str]:
+        """Yield why ranks that share experts cannot go on with ``sizes``."""
+        launch = self.launch_topology
+        if (sizes.tensor, sizes.context) != (launch.tensor, launch.context):
+            yield f"ranks share experts: TP {launch.tensor} and CP {launch.context} of the launch stay"
+        why = replace(launch.deal, homes=sizes.experts).refusal(sizes.data)
+        if why:
+            yield why
 
     def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int], rows: int) -> Plan:
         """Return the plan of the living cells for a batch of ``rows`` samples."""

@@ -15,9 +15,9 @@ gives them units.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.plan.model import Cell, Grid
 from megatron.elastic.state.layout import ParamSpec
 
@@ -64,13 +64,13 @@ class LaunchTopology:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of adjacent ranks that have all experts together; a multiple of a cell's ranks, or a divisor."""
-        return self.expert_homes * self.expert_parts
+        """Number of adjacent ranks that have all experts together."""
+        return self.deal.ranks
 
     @property
-    def crew_size(self) -> int:
-        """Number of adjacent replicas that share the experts; 1 where each cell has all of them, also several times."""
-        return max(1, self.expert_ranks // self.cell_size)
+    def deal(self) -> ExpertDeal:
+        """The experts of each rank."""
+        return ExpertDeal(self.experts, self.expert_homes, self.expert_parts, self.cell_size)
 
     @property
     def compute_units(self) -> int:
@@ -104,36 +104,16 @@ class LaunchTopology:
         """
         return len(self.shards) + expert * self.expert_parts + index % self.expert_parts
 
-    def experts_at(self, index: int) -> tuple[int, ...]:
-        """Return the experts that the ``index``-th replica of a crew has at launch."""
-        each = self.experts // self.crew_size
-        return tuple(range(index * each, (index + 1) * each))
-
     def rank(self, index: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch; ``index``: in its cell."""
         cell = stage + self.pipeline * replica if self.replicas_last else replica + self.data * stage
         return index + self.cell_size * cell
 
-    def experts_of_ranks(self, index: int, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return how the ``index``-th cell of a crew has ``experts`` on its ranks, in the order of these.
-
-        Adjacent ranks that share a set have parts of the same ones: those of the launch, and of the others as many as
-        the rest of the cell.
-        """
-        launched, homes = self.experts_at(index), min(self.expert_ranks, self.cell_size) // self.expert_parts
-        each = len(launched) // homes
-        found = [
-            [expert for expert in launched[at * each : (at + 1) * each] if expert in experts] for at in range(homes)
-        ]
-        for expert in sorted(set(experts) - set(launched)):
-            min(found, key=len).append(expert)
-        return tuple(tuple(sorted(found[at // self.expert_parts % homes])) for at in range(self.cell_size))
-
     def expert_seat(self, rank: int) -> int:
         """Return the place of a rank of the launch among :attr:`expert_ranks`: Megatron's rank in that group."""
         place = self.place(rank)
         assert place is not None, f"rank {rank} is beyond those of the launch"
-        return (place[1] % self.crew_size * self.cell_size + rank % self.cell_size) % self.expert_ranks
+        return (place[1] % self.deal.crew_size * self.cell_size + rank % self.cell_size) % self.expert_ranks
 
     def experts_of_seat(self, seat: int) -> tuple[int, ...]:
         """Return the experts of a place among :attr:`expert_ranks` at launch."""

@@ -164,6 +164,7 @@ def _of_one_rank(
 ) -> list[UnitLayout]:
     """Return the layouts of a unit's state on the first rank of a tensor-parallel group at launch."""
     common = () if launch_topology.common is None else (launch_topology.common,)
-    experts = launch_topology.experts_of_ranks(0, launch_topology.experts_at(0))[0]
+    deal = launch_topology.deal
+    experts = deal.on_ranks(0, deal.at(0))[0]
     shards = (0, *common, *map(launch_topology.expert_shard, experts))
     return [layouts[unit, shard] for shard in shards if (unit, shard) in layouts]

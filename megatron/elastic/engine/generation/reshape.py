@@ -11,7 +11,7 @@ taken that keeps the ranks closest to their order, so that a tensor-parallel gro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 
 from megatron.elastic.control.requests import ParallelSizes
@@ -24,6 +24,9 @@ from megatron.elastic.state.layout import UnitShard
 
 __all__ = ["covered_by", "reshaped"]
 
+_Covered = tuple[frozenset[UnitShard], ...]
+"""The (unit, shard)s of which each of some ranks computes a part."""
+
 
 def reshaped(
     launch_topology: LaunchTopology,
@@ -31,32 +34,48 @@ def reshaped(
     living: Collection[int],
     elements: Mapping[UnitShard, int],
     covered: Covered,
+    whole_cells: bool = False,
 ) -> Assignment:
     """Return the assignment of ``sizes`` over ``living``; ``elements``: length of the flat space of each (unit, shard).
 
-    The ranks that the sizes leave over, and those that are missing now, form waiting cells in ascending order. Raises
-    ``ValueError`` if there are too few ranks, or if the model cannot be cut so.
+    ``whole_cells``: the ranks of a cell at launch stay together, in cells of the same size. The ranks that the sizes
+    leave over, and those that are missing now, form waiting cells in ascending order. Raises ``ValueError`` if there
+    are too few ranks, or if the model cannot be cut so.
     """
     slots = range(launch_topology.slots + launch_topology.extra)
-    present = [rank for rank in slots if rank in living]
     at_launch = Assignment.at_launch(launch_topology)
-    if sizes == at_launch.base.sizes and present[: launch_topology.slots] == list(range(launch_topology.slots)):
+    if sizes == at_launch.base.sizes and all(rank in living for rank in range(launch_topology.slots)):
         return at_launch
-    if len(present) < sizes.ranks:
-        raise ValueError(f"{sizes} is {sizes.ranks} ranks; there are {len(present)}")
-    seats = _assignment_of(launch_topology, sizes, tuple(present))
-    was = [covered_by(at_launch, rank, covered) for rank in present]
-    now = [covered_by(seats, rank, covered) for rank in present[: sizes.ranks]]
-    kept = {pair: sum(elements.get(space, 0) for space in pair[0] & pair[1]) for pair in product(set(was), set(now))}
-    more_than_all_distances = len(present) ** 3
-    chosen = best_matching(
+    movable = [cell.ranks for cell in launch_topology.cells] if whole_cells else [(rank,) for rank in slots]
+    present = [ranks for ranks in movable if all(rank in living for rank in ranks)]
+    there = tuple(rank for ranks in present for rank in ranks)
+    if len(there) < sizes.ranks:
+        raise ValueError(f"{sizes} is {sizes.ranks} ranks; there are {len(there)}")
+    seats, places = _assignment_of(launch_topology, sizes, there), present[: sizes.ranks // len(present[0])]
+    was = [tuple(covered_by(at_launch, rank, covered) for rank in ranks) for ranks in present]
+    now = [tuple(covered_by(seats, rank, covered) for rank in ranks) for ranks in places]
+    ranks = [rank for taker in _takers(was, now, elements) for rank in present[taker]]
+    return _assignment_of(launch_topology, sizes, (*ranks, *(rank for rank in slots if rank not in ranks)))
+
+
+def _takers(was: Sequence[_Covered], now: Sequence[_Covered], elements: Mapping[UnitShard, int]) -> Sequence[int]:
+    """Return, for each place, which of those that covered ``was`` takes it; a place covers ``now`` (module docstring).
+
+    A place, and those that may take it, are as many ranks.
+    """
+
+    def kept(before: _Covered, after: _Covered) -> int:
+        common = (one & other for one, other in zip(before, after, strict=True))
+        return sum(elements.get(space, 0) for spaces in common for space in spaces)
+
+    known = {pair: kept(*pair) for pair in product(set(was), set(now))}
+    more_than_all_distances = len(was) ** 3
+    return best_matching(
         [
-            [more_than_all_distances * kept[before, after] - (place - order) ** 2 for order, before in enumerate(was)]
+            [more_than_all_distances * known[before, after] - (place - order) ** 2 for order, before in enumerate(was)]
             for place, after in enumerate(now)
         ]
     )
-    ranks = [present[taker] for taker in chosen]
-    return _assignment_of(launch_topology, sizes, (*ranks, *(rank for rank in slots if rank not in ranks)))
 
 
 def covered_by(assignment: Assignment, rank: int, covered: Covered) -> frozenset[UnitShard]:

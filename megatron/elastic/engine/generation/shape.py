@@ -10,11 +10,12 @@ it has another cut: where the sizes have context parallelism, of fewer groups of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.elastic.control.requests import ParallelSizes
+from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Cell, Replica, Segment
 
@@ -44,7 +45,8 @@ class GridShape:
     def of_launch(cls, launch_topology: LaunchTopology) -> GridShape:
         """Return Megatron's own sizes and cut."""
         launch = launch_topology
-        sizes = ParallelSizes(launch.tensor, launch.pipeline, launch.data, launch.context)
+        experts = launch.expert_homes if launch.experts else 1
+        sizes = ParallelSizes(launch.tensor, launch.pipeline, launch.data, launch.context, experts)
         return cls(sizes, tuple(cell.ranks for cell in launch.cells), launch.chunks)
 
     @property
@@ -70,6 +72,10 @@ class GridShape:
     def computing(self) -> int:
         """Number of cells that hold units while no rank is missing."""
         return self.sizes.pipeline * self.sizes.data
+
+    def deal(self, launched: ExpertDeal) -> ExpertDeal:
+        """Return how the ranks of these sizes share experts that are cut as ``launched``."""
+        return replace(launched, homes=self.sizes.experts, cell=self.sizes.cell) if launched.experts else launched
 
     def place(self, rank: int) -> tuple[tuple[int, ...], int | None, int | None]:
         """Return the ranks of the cell that has ``rank``, and its replica and stage; None where it waits."""

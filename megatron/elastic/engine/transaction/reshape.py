@@ -47,7 +47,7 @@ class Reshaping:
         """Return the assignment to move to for the request ``agreed`` (:attr:`Agreed.reshape`); None: nothing to do."""
         if not agreed:
             return None
-        at, number, sizes = self._context, agreed[0], ParallelSizes(*agreed[1:])
+        at, number, sizes = self._context, agreed[0], self._sizes(agreed)
         present, living = at.view.assignment, at.view.living
         if present.base.sizes == sizes and not present.broken(living):
             self._tell(number, "in force", f"{sizes} since step {at.record.version}")
@@ -72,12 +72,17 @@ class Reshaping:
 
     def begun(self, agreed: tuple[int, ...], target: Assignment) -> None:
         """The migration to the sizes has begun, to ``target``."""
-        sizes, version = ParallelSizes(*agreed[1:]), self._context.record.version
+        sizes, version = self._sizes(agreed), self._context.record.version
         gained = target.gained(self._context.view.assignment)
         self._context.listener.reshapes(len(frozenset[int]().union(*gained.values())))
         line = f"{sizes}: state moves beside steps since step {version}"
         self._notice(agreed[0], f"reshape to {line}")
         self._tell(agreed[0], "under way", line)
+
+    def _sizes(self, agreed: tuple[int, ...]) -> ParallelSizes:
+        """Return the sizes that were agreed on; as for experts those of the launch, if none were named."""
+        sizes, launch = ParallelSizes(*agreed[1:]), self._context.view.assignment.launch_topology
+        return sizes if sizes.experts else sizes._replace(experts=launch.expert_homes if launch.experts else 1)
 
     def _refuse(self, number: int, why: str) -> None:
         self._notice(number, f"reshape refused: {why}")

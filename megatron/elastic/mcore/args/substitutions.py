@@ -64,7 +64,7 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 
 @dataclass(frozen=True)
 class Without:
-    """What a rule uses in place of a list: the same list without a word."""
+    """The list that a rule sets in place of a user's: the same without one word."""
 
     word: str
 

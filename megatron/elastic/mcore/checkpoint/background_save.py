@@ -43,6 +43,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.transaction.save import StateStream, Want
 from megatron.elastic.mcore.checkpoint.absent_parts import duties
+from megatron.elastic.mcore.checkpoint.completeness import require_whole
 from megatron.elastic.mcore.checkpoint.content import Content, strategy_for
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint.writing import write_file
@@ -159,10 +160,14 @@ class Folders:
 
 
 def _complete(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest``, extended by the other files of ``folder``: indices and common objects, which are small."""
+    """Write ``manifest``, extended by the other files of ``folder``: indices and common objects, which are small.
+
+    Raises ``OSError`` if something is missing.
+    """
     for name, file in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
             raise OSError(f"{name} of {folder} differs from the file that its writer reported")
+    require_whole(folder)
     rest = {}
     for name in files_below(folder):
         if name not in manifest.files:

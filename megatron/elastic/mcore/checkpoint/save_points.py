@@ -24,6 +24,7 @@ from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
+from megatron.elastic.mcore.checkpoint.save_queue import make_own_queue
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
 from megatron.elastic.mcore.patching.patches import Row, bound
 
@@ -75,6 +76,11 @@ class Checkpoints:
                 "megatron.training.checkpointing.schedule_async_save",
                 "a thread writes the files for which Megatron would start a process",
                 self._schedule,
+            ),
+            (
+                "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                "one for all saves: results of a save that a loss made void would pass for the next one's",
+                make_own_queue,
             ),
             (
                 "megatron.training.training.maybe_finalize_async_save",

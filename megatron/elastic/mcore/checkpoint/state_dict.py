@@ -216,7 +216,7 @@ class OptimizerCheckpoint:
         ]
         return core_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=self._config,
-            model_chunks=[],
+            model_chunks=list(place.interface.chunks),  # looked at for FSDP alone, which no chunk is
             param_groups=filled,
             per_model_buffers=None,
             model_parallel_group=parallel_state.get_model_parallel_group(),

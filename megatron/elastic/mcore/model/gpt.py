@@ -30,6 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.elastic.engine.compute.model_interface import CellPlace, Crew, ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut, is_sliced, length_of
 from megatron.elastic.mcore.model.activations import held_bytes
+from megatron.elastic.mcore.model.cell_limits import CellLimits
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
@@ -58,10 +59,8 @@ from megatron.elastic.mcore.model.tensor_cut import (
     launch_shape,
     local_shape,
     overlaps_of,
-    refusal,
-    share_of,
 )
-from megatron.elastic.mcore.model.tensor_place import TensorPlace, only_even
+from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import (
@@ -118,11 +117,12 @@ class GptInterface:
         self._layer_losses = layer_losses or LayerLosses()
         self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
         self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
+        self._limits = CellLimits(self._sizes, self._config, args, tensor_group is not None, context_group is not None)
         self._place: TensorPlace | None = None
         """This rank's place in its cell; None: as at the launch."""
         self._context, self._context_group = context or ContextParallel(), context_group
         self._cut = self._cut_over(self._sizes.tensor if self._config.context_parallel_size > 1 else None)
-        """How cells cut the sequence now."""
+        """The present cut of the sequence over a cell."""
         self._launch_part = self._context.part = self._part_at_launch()
         self._has_read = False
         """True once the script has read a batch here."""
@@ -167,9 +167,12 @@ class GptInterface:
         cut, count = self._cut, self._config.context_parallel_size
         if cut is None or cut.tensor is None:
             return None
-        # Megatron's group of a rank that joins a running job has only that rank at first.
         part = Position(self._rank // cut.tensor % count, count)
-        return SequencePart(cut, part, parallel_state.get_context_parallel_group())
+        if self._context_group is None:
+            return SequencePart(cut, part, parallel_state.get_context_parallel_group())
+        # Not Megatron's group: a rank that joins a running job has another one, and so have ranks that had another cut.
+        ranks = tuple(self._rank + (index - part.index) * cut.tensor for index in range(count))
+        return SequencePart(cut, part, self._context_group(ranks))
 
     def _part_of(self, place: CellPlace | None) -> SequencePart | None:
         """Return the part of the sequence at a place in a cell; ``None``: all of it, as Megatron computes it.
@@ -235,58 +238,18 @@ class GptInterface:
         return self._overlaps(spec, self._place_of(place))
 
     def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
-        """Return the largest part of a layer on one rank (:class:`ModelInterface`).
-
-        Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`).
-        """
-        sizes = self._sizes
-        if (tensor, parts) != (sizes.tensor, self._config.context_parallel_size):
-            fixed = self._args.transformer_impl != "local" or only_even(self._config)
-            if fixed or tensor * parts > sizes.sequence or (parts > 1 and self._unshared()):
-                return None
-        if tensor != sizes.tensor:
-            unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
-            if unknown or self._tensor_group is None or refusal(sizes, tensor):
-                return None
-        cut = SequenceCut(sizes.sequence, sizes.sequence_parallel, tensor)
-        longest, whole = SequencePart(cut, Position(0, parts), None).longest, sizes.sequence
-        if tensor == sizes.tensor:
-            return -(-PPM * longest // (whole * tensor))
-        share = share_of(sizes, Position(0, tensor))
-        cuts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
-        return max(-(-PPM * (stop - start) * longest // (of * whole)) for (start, stop), of in cuts)
+        """Return the largest part of a layer on one rank (:class:`ModelInterface`)."""
+        return self._limits.largest_part(tensor, parts, parameters)
 
     def refusal(self, tensor: int, parts: int) -> str:
-        """Return why no job has such cells while no rank is missing (:class:`ModelInterface`).
-
-        Megatron asks the same of a launch with ``--context-parallel-size``.
-        """
-        if parts == 1:
-            return ""
-        sizes, length, size = self._sizes, self._sizes.sequence, f"CP {parts}"
-        if length % (2 * parts):
-            return f"{size} takes a --seq-length that is a multiple of {2 * parts}, and it is {length}"
-        if sizes.sequence_parallel and length % (tensor * parts):
-            return f"{size} and --sequence-parallel take a --seq-length that is a multiple of {tensor * parts}"
-        return "" if parts == self._config.context_parallel_size else self._unshared()
+        """Return why no job has such cells while no rank is missing (:class:`ModelInterface`)."""
+        return self._limits.refusal(tensor, parts)
 
     def objection(self, parts: int) -> str:
         """Return why this process's script cannot compute a part of the sequence (:class:`ModelInterface`)."""
         if parts == 1 or self._context.cuts_batches or not self._has_read:
             return ""
         return "the script does not call get_batch_on_this_cp_rank, so each rank would have all of the sequence"
-
-    def _unshared(self) -> str:
-        """Return why ranks of this model cannot share the sequence in other parts than at the launch."""
-        if self._context_group is None:
-            return "no rank has a context-parallel group"
-        if self._args.transformer_impl != "local":
-            return "layers of Transformer Engine keep the context-parallel size of the launch"
-        if getattr(self._config, "window_size", None):
-            return "--window-size: Megatron's own layers mask by the place in a tensor"
-        if getattr(self._args, "position_embedding_type", "") == "mrope":
-            return "--position-embedding-type mrope needs all of the sequence on one rank"
-        return "only layers of one shape without experts come to share the sequence" if only_even(self._config) else ""
 
     def _split(self, module: torch.nn.Module) -> None:
         self._linears.install(module)

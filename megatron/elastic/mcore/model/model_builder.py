@@ -29,8 +29,11 @@ def model_builder(call: Mapping[str, Any]) -> Callable[[], list[Any]]:
 
 
 def _of_description(described: Any) -> list[Any]:
-    """Return the chunks that the builder of a ``GPTModelConfig`` makes of it."""
-    described.transformer.perform_initialization = get_args().perform_initialization
-    build = described.get_builder_cls()(described).build_distributed_models
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return build(pg_collection=groups, wrap_with_ddp=False)  # type: ignore[no-any-return]
+    """Return the chunks that the builder of a ``GPTModelConfig`` makes of it; values as the arguments say now."""
+    config, build = described.transformer, described.get_builder_cls()(described).build_distributed_models
+    before, config.perform_initialization = config.perform_initialization, get_args().perform_initialization
+    try:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return build(pg_collection=groups, wrap_with_ddp=False)  # type: ignore[no-any-return]
+    finally:
+        config.perform_initialization = before
