@@ -29,7 +29,7 @@ def predicts(config: Any) -> int:
 
 
 def final_norm_unit(config: Any, units: int) -> int:
-    """Return which of the model's ``units`` has the final norm: the head, or the last layer."""
+    """Return which of the model's ``units`` compute units has the final norm: the head, or the last layer."""
     return units - 2 if predicts(config) else units - 1
 
 
@@ -54,7 +54,8 @@ def build_prediction(spec: Any, config: Any, groups: Any) -> MultiTokenPredictio
 def further_unit(config: Any, number: int) -> int:
     """Return the number of layer ``number`` (from 1) among the model's units, where it draws masks and counts tokens.
 
-    It is behind the model's own layers and head. No unit of the state has it: these layers are part of the head's.
+    It is behind those of the model's layers and head. In the state these layers have no unit of their own: they are
+    part of the head's.
     """
     return int(config.num_layers) + 1 + number
 

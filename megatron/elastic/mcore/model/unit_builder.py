@@ -95,7 +95,7 @@ class UnitBuilder:
         return modules
 
     def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
-        decoder, config = self.inner.decoder, _to_build_with(site.layers)
+        decoder, config = self.inner.decoder, _building_config(site.layers)
         offset = get_transformer_layer_offset(config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self.layer_specs.of_unit(unit),
@@ -126,7 +126,7 @@ class UnitBuilder:
         prediction, output = self.layer_specs.prediction, self._output_layer(site)
         if prediction is None:
             return {"decoder.final_layernorm": self._final_norm(site), "output_layer": output}
-        layers = build_prediction(prediction, _to_build_with(site.layers), site.building)
+        layers = build_prediction(prediction, _building_config(site.layers), site.building)
         if site.place is not None:
             site.place.deal_experts(layers, site.building)
         return {"embedding": self._embedding(site), "mtp": layers, "output_layer": output}
@@ -154,12 +154,12 @@ class UnitBuilder:
         return layer  # type: ignore[no-any-return]
 
 
-def _to_build_with(config: Any) -> Any:
-    """Return a copy of a configuration without what Megatron's loop puts there for its schedules, and without a layout.
+def _building_config(config: Any) -> Any:
+    """Return a copy of a configuration from which modules are built: without functions, timers and layout.
 
-    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
-    functions and timers refer to the whole engine. With ``--pipeline-model-parallel-layout`` Megatron numbers layers by
-    the process's present stage, which another thread may change while this one builds.
+    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and the
+    functions and timers of Megatron's loop refer to the whole engine. With ``--pipeline-model-parallel-layout``
+    Megatron numbers layers by the process's present stage, which another thread may change while this one builds.
     """
     mine = copy.copy(config)
     for name in _LEFT_OUT:
