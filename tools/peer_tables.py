@@ -197,7 +197,11 @@ def ratios(figures: Figures) -> Iterator[str]:
         line = (
             f"- {FAULTS[fault]}: {number(best['ours'])} s here, {number(best['peer'])} s for the quickest peer, {which}"
         )
-        yield f"{line}: {number(best['times'])} times." if best["ours"] > 0 else f"{line}."
+        if best["ours"] > 0:
+            line += f": {number(best['times'])} times"
+        if best.get("tuned", 0) > 0:
+            line += f" (tuned: {number(best['tuned'])} s, {number(best['times_tuned'])} times)"
+        yield f"{line}."
 
 
 ALIKE = (

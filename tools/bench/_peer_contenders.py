@@ -302,6 +302,13 @@ CONTENDERS: dict[str, Contender] = {
     "ours_two_mirrors": Contender(
         "megatron-elastic, two mirrors", ours("--elastic-mirrors", "2"), baseline="megatron", faults=("two",)
     ),
+    "ours_tuned": Contender(
+        "megatron-elastic, tuned",
+        ours("--elastic-detection-timeout", "0.1"),
+        baseline="megatron",
+        faults=("kill", "rank0", "stop"),
+        caveats="a tenth of all time-outs (--elastic-detection-timeout 0.1)",
+    ),
     "ours_mindspeed": under_the_rule_of("MindSpeed", "mindspeed"),
     "ours_recycle": under_the_rule_of("ReCycle", "recycle"),
     "ours_ntp": replace(

@@ -81,15 +81,15 @@ class Holdings:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Holdings:
-        """Inverse of :meth:`to_json`."""
+    def from_json(cls, text: str, record_of: Callable[[str], StepRecord] = StepRecord.from_json) -> Holdings:
+        """Inverse of :meth:`to_json`. ``record_of``: a record's text → the record."""
         rank, oldest, newest, gradients, records, statistics, torn, floor, offered = json.loads(text)
         return cls(
             rank,
             oldest,
             newest,
             tuple(GradientKey(*key) for key in gradients),
-            tuple(StepRecord.from_json(record) for record in records),
+            tuple(record_of(record) for record in records),
             tuple((GradientKey(*key), tuple((a, b) for a, b in rows)) for key, rows in statistics),
             tuple((a, b, c) for a, b, c in torn),
             floor,

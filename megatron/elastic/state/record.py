@@ -225,7 +225,7 @@ class StepRecord:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepRecord) and self.digest == other.digest
+        return other is self or (isinstance(other, StepRecord) and self.digest == other.digest)
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.generation.report import Report, phase_is_over
+from megatron.elastic.control.membership import Decision
+from megatron.elastic.engine.generation.report import NEWCOMER, Report, phase_is_over, reports_of
 from megatron.elastic.state.protocol import Holdings
+from megatron.elastic.state.record import StepRecord
 
 REPORT = st.builds(
     lambda rank, phase, done, version, under_way, failures: Report(
@@ -24,6 +26,17 @@ REPORT = st.builds(
 @given(REPORT)
 def test_a_report_survives_its_text(report: Report) -> None:
     assert Report.from_text(report.to_text()) == report
+
+
+def test_equal_records_of_several_reports_are_one_object() -> None:
+    reports = {
+        rank: Report(Holdings(rank, 1, 1, records=(StepRecord(1), StepRecord(2 + rank))), 1, False, 1, "assignment")
+        for rank in range(2)
+    }
+    texts = {rank: report.to_text() for rank, report in reports.items()}
+    found = reports_of(Decision(2, {}, "loss", reports={**texts, 2: NEWCOMER}))
+    assert found == reports
+    assert found[0].holdings.records[0] is found[1].holdings.records[0]
 
 
 @given(st.lists(REPORT, min_size=1, max_size=5))

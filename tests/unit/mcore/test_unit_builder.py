@@ -35,5 +35,17 @@ def test_each_module_is_made_ready_in_the_mode_that_was_asked_for(answers: dict[
         assert answer["training"] == {path: path != "embedding" for path in answer["training"]}
 
 
+def test_another_crew_takes_new_experts_and_nothing_else(answers: dict[str, Any]) -> None:
+    found = answers["redealt"]["fewer"]
+    assert found["experts"] == [2, 4] and found["indices"] == [0, 3], "the layer of the launch has all of its own"
+    assert found["kept"] == [name for name in found["all"] if ".experts." not in name]
+    assert found["told"] == ["SequentialMLP"]
+
+
+def test_another_crew_keeps_as_many_experts(answers: dict[str, Any]) -> None:
+    found = answers["redealt"]["as many"]
+    assert found["kept"] == found["all"] and found["told"] == []
+
+
 def test_what_others_use_is_the_builder_its_site_and_its_modules() -> None:
-    assert unit_builder.__all__ == ["BuildSite", "Modules", "UnitBuilder"]
+    assert unit_builder.__all__ == ["BuildSite", "Modules", "UnitBuilder", "copy_with"]

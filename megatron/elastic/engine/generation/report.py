@@ -11,12 +11,14 @@ over on every rank; otherwise all repeat it.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.state.protocol import Holdings
+from megatron.elastic.state.record import StepRecord
 
 __all__ = ["NEWCOMER", "Report", "first_open", "joined_since_vote", "newcomers", "phase_is_over", "reports_of"]
 
@@ -67,11 +69,14 @@ class Report:
         )
 
     @classmethod
-    def from_text(cls, text: str) -> Report:
-        """Inverse of :meth:`to_text`. Raises ``ValueError`` for anything else."""
+    def from_text(cls, text: str, record_of: Callable[[str], StepRecord] = StepRecord.from_json) -> Report:
+        """Inverse of :meth:`to_text`. Raises ``ValueError`` for anything else.
+
+        ``record_of``: a record's text → the record.
+        """
         raw = json.loads(text)
         return cls(
-            Holdings.from_json(raw["holdings"]),
+            Holdings.from_json(raw["holdings"], record_of),
             int(raw["phase"]),
             bool(raw["done"]),
             int(raw["parameters"]),
@@ -105,8 +110,10 @@ def newcomers(decision: Decision) -> tuple[int, ...]:
 
 
 def reports_of(decision: Decision) -> dict[int, Report]:
-    """Return rank → its report, of the members that are no newcomers."""
-    return {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
+    """Return rank → its report, of the members that are no newcomers. Records that are equal are one object."""
+    record_of = functools.cache(StepRecord.from_json)
+    texts = decision.reports.items()
+    return {rank: Report.from_text(text, record_of) for rank, text in texts if text != NEWCOMER}
 
 
 def joined_since_vote(reports: Mapping[int, Report]) -> set[int]:

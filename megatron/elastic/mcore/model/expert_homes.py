@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
+from megatron.elastic.mcore.model.layer_specs import without_references
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 __all__ = [
@@ -60,7 +61,8 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
     """Give each layer in ``module`` these experts. ``groups``: the collection with which its modules are built."""
     for layer in _layers(module):
         if layer.num_local_experts != len(experts):
-            layer.experts = layer.submodules.experts(len(experts), layer.config, pg_collection=groups)
+            config = without_references(layer.config)
+            layer.experts = layer.submodules.experts(len(experts), config, pg_collection=groups)
             layer.num_local_experts = len(experts)
         layer.local_expert_indices = list(experts)
 

@@ -152,7 +152,6 @@ class GptInterface:
 
     def _prepare(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
         self._key(inner, module, place)
-        self._join_crew(module, place)
         self._split(module)
 
     def _key(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
@@ -216,14 +215,16 @@ class GptInterface:
         """Return the place that layers are built for; ``None`` if it is that of the launch, in the launch's group."""
         if place is None:
             return None
-        if place.position == self._launch_position and place.crew in (None, self._launch_crew):
+        rank = place.ranks[place.index]
+        if place.position == self._launch_position:
             group = parallel_state.get_tensor_model_parallel_group()
             if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.tensor_ranks:
-                return None
+                if place.crew in (None, self._launch_crew):
+                    return None
+                return TensorPlace(place.position, group, self._sizes, rank, place.crew, launched=True)
         if self._tensor_group is None:
             raise ValueError(f"this rank's layers are those of {self._launch_position}, not of {place.position}")
-        group = self._tensor_group(place.tensor_ranks)
-        return TensorPlace(place.position, group, self._sizes, place.ranks[place.index], place.crew)
+        return TensorPlace(place.position, self._tensor_group(place.tensor_ranks), self._sizes, rank, place.crew)
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """Return the shards of which a position computes a part (:class:`ModelInterface`)."""
@@ -271,6 +272,7 @@ class GptInterface:
         self._anatomy.hold([unit for unit in units if unit < self.compute_units], built_for)
         if before is not None or self._context.part is not None:  # units that stay may have another part
             self._anatomy.each(lambda inner, module: self._key(inner, module, built_for))
+        self._anatomy.each(lambda inner, module: self._join_crew(module, built_for))
         self._place = built_for
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):

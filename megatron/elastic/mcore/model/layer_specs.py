@@ -24,7 +24,12 @@ from megatron.elastic.config import ConfigError
 from megatron.elastic.mcore.model.prediction import prediction_spec, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 
-__all__ = ["LayerSpecs", "config_of_layer", "of_many_shapes", "routed_layers", "sized_as_layer"]
+__all__ = ["LayerSpecs", "config_of_layer", "of_many_shapes", "routed_layers", "sized_as_layer", "without_references"]
+
+_REFERENCES = (
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
+    "timers",
+)
 
 
 def of_many_shapes(config: Any) -> bool:
@@ -35,6 +40,18 @@ def of_many_shapes(config: Any) -> bool:
 def config_of_layer(config: Any, unit: int) -> Any:
     """Return the configuration from which Megatron builds the layer that is compute unit ``unit``."""
     return config.get_config_for_layer(unit) if of_many_shapes(config) else config
+
+
+def without_references(config: Any) -> Any:
+    """Return a copy of a configuration without what Megatron's loop puts there for its schedules.
+
+    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and these
+    functions and timers refer to the whole engine.
+    """
+    mine = copy.copy(config)
+    for name in _REFERENCES:
+        setattr(mine, name, None)
+    return mine
 
 
 def sized_as_layer(config: Any, unit: int) -> Any:

@@ -61,6 +61,8 @@ class TensorPlace:
     rank: int = 0
     crew: Crew | None = None
     """The crew of ``rank``, where ranks share experts."""
+    launched: bool = False
+    """True if position and group are those of the launch: only the crew is another one."""
 
     def __post_init__(self) -> None:
         _ = self.share

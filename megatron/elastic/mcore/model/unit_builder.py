@@ -16,15 +16,16 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
-from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer, without_references
 from megatron.elastic.mcore.model.prediction import build_prediction, final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 
-__all__ = ["BuildSite", "Modules", "UnitBuilder"]
+__all__ = ["BuildSite", "Modules", "UnitBuilder", "copy_with"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
@@ -47,6 +48,8 @@ class BuildSite:
         config, groups = inner.config, inner.pg_collection
         if place is None:
             return cls(None, config, config, groups, groups, inner.vocab_size)
+        if place.launched:
+            return cls(place, config, config, groups, place.building_groups(groups), inner.vocab_size)
         return cls(
             place,
             place.cell_config(config),
@@ -80,19 +83,43 @@ class UnitBuilder:
                 if unit == final_norm_unit(site.model, self.units):
                     modules["decoder.final_layernorm"] = self._final_norm(site)
         for module in modules.values():
-            if site.place is not None:
-                site.place.settle(module)
-            _mark_cut(module)
-            for parameter in module.parameters():
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            module.cuda(torch.cuda.current_device())
-            if getattr(self.first, "bf16", False):
-                module.bfloat16()
-            elif getattr(self.first, "fp16", False):
-                module.half()
-            module.train(training)
-            self.prepare(self.inner, module, site.place)
+            self._finish(module, site, training)
         return modules
+
+    def with_experts(self, unit: int, modules: Modules, site: BuildSite, training: bool) -> Modules:
+        """Return the modules of ``unit`` with the experts of another crew; all else is that of ``modules``.
+
+        A rank of the launch's cell whose crew lost a rank builds a few experts so, and no layer.
+        """
+        if "mtp" in modules:
+            return self.build(unit, site, training)
+        return {path: self._redealt(module, site, training) for path, module in modules.items()}
+
+    def _redealt(self, layer: Any, site: BuildSite, training: bool) -> Any:
+        before = getattr(layer, "mlp", None)
+        if site.place is None or not isinstance(before, MoELayer):
+            return layer
+        mine = copy_with(layer, mlp=copy_with(before))
+        with _without_values(site.model, site.layers):
+            site.place.deal_experts(mine, site.building)
+        if mine.mlp.experts is not before.experts:
+            self._finish(mine.mlp.experts, site, training)
+        return mine
+
+    def _finish(self, module: torch.nn.Module, site: BuildSite, training: bool) -> None:
+        """Make a new module one of this place, on the device and in the type of the chunks."""
+        if site.place is not None:
+            site.place.settle(module)
+        _mark_cut(module)
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.cuda(torch.cuda.current_device())
+        if getattr(self.first, "bf16", False):
+            module.bfloat16()
+        elif getattr(self.first, "fp16", False):
+            module.half()
+        module.train(training)
+        self.prepare(self.inner, module, site.place)
 
     def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
         decoder, config = self.inner.decoder, _building_config(site.layers)
@@ -155,22 +182,28 @@ class UnitBuilder:
 
 
 def _building_config(config: Any) -> Any:
-    """Return a copy of a configuration from which modules are built: without functions, timers and layout.
+    """Return :func:`without_references`, and without a layout.
 
-    Modules of experts copy their configuration in depth, as Megatron does for a layer of its own shape, and the
-    functions and timers of Megatron's loop refer to the whole engine. With ``--pipeline-model-parallel-layout``
-    Megatron numbers layers by the process's present stage, which another thread may change while this one builds.
+    With ``--pipeline-model-parallel-layout`` Megatron numbers layers by the process's present stage, which another
+    thread may change while this one builds.
     """
-    mine = copy.copy(config)
-    for name in _LEFT_OUT:
-        setattr(mine, name, None)
+    mine = without_references(config)
+    mine.pipeline_model_parallel_layout = None
     return mine
 
 
-_LEFT_OUT = (
-    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"),
-    *("timers", "pipeline_model_parallel_layout"),
-)
+def copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
+    """Return a shallow copy of ``original`` with its own child and parameter tables; ``children`` are replaced."""
+    new = copy.copy(original)
+    new._modules, new._parameters = dict(original._modules), dict(original._parameters)
+    for name, child in children.items():
+        new.__dict__.pop(name, None)
+        if child is None:
+            new._modules.pop(name, None)
+            new.__dict__[name] = None
+        else:
+            new._modules[name] = child
+    return new
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.prediction import final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
-from megatron.elastic.mcore.model.unit_builder import BuildSite, Modules, UnitBuilder
+from megatron.elastic.mcore.model.unit_builder import BuildSite, Modules, UnitBuilder, copy_with
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
@@ -152,20 +152,24 @@ class Anatomy:
     def hold(self, units: Collection[int], place: TensorPlace | None = None) -> None:
         """Build missing ones of ``units`` and free all others. Values of new parameters are undefined.
 
-        ``place``: this rank's place in its cell (None: that of the launch). When it changes, every unit is missing.
+        ``place``: this rank's place in its cell (None: that of the launch). When it changes, every unit is missing; of
+        units that only have experts of another crew, these alone are.
         """
         self._segments.clear()
         self._ghosts.clear()
         wanted = frozenset(units)
         with self._building, torch.random.fork_rng(devices=[]):
-            known, site = self._known(place), self._site_of(place)
-            self._held = {
-                unit: known[unit]
-                if unit in known and not self._headless(known[unit], wanted)
-                else self._builder.build(unit, site, self._training)
-                for unit in sorted(wanted)
-            }
-            self._site, self._ready = site, {}
+            site = self._site_of(place)
+            known, others = self._known(place), self._with_other_experts(place)
+            held = dict[int, Modules]()
+            for unit in sorted(wanted):
+                if unit in known and not self._headless(known[unit], wanted):
+                    held[unit] = known[unit]
+                elif unit in others and not self._headless(others[unit], wanted):
+                    held[unit] = self._builder.with_experts(unit, others[unit], site, self._training)
+                else:
+                    held[unit] = self._builder.build(unit, site, self._training)
+            self._held, self._site, self._ready = held, site, {}
         for modules in self._held.values():
             for module in modules.values():
                 module.train(self._training)
@@ -190,6 +194,12 @@ class Anatomy:
             **(self._born if place is None else {}),
             **(self._held if place == self._site.place else {}),
         }
+
+    def _with_other_experts(self, place: TensorPlace | None) -> dict[int, Modules]:
+        """Return the held units that are as ``place`` needs them but for their experts."""
+        before = self._site.place
+        same_cell = place is not None and place.launched and (before is None or before.launched)
+        return self._held if same_cell else {}
 
     def _site_of(self, place: TensorPlace | None) -> BuildSite:
         if place == self._site.place:
@@ -242,7 +252,7 @@ class Anatomy:
         if (first, end) not in self._ghosts:
             model = unwrapped(self.segment(first, end))
             ghosts = torch.nn.ModuleList(GhostLayer(layer) for layer in model.decoder.layers)
-            decoder = _copy_with(model.decoder, layers=ghosts, final_layernorm=None)
+            decoder = copy_with(model.decoder, layers=ghosts, final_layernorm=None)
             decoder.pre_process = decoder.post_process = False
             further = [GhostPrediction(model.mtp)] if model.mtp_process else []
             self._ghosts[first, end] = torch.nn.ModuleList([decoder, *further]).train(self._training)
@@ -254,7 +264,7 @@ class Anatomy:
         starts, ends = first == 0, end == self.units
         parts = {path: module for unit in range(first, end) for path, module in self._held[unit].items()}
         layers = [module for path, module in parts.items() if path.startswith("decoder.layers.")]
-        decoder = _copy_with(
+        decoder = copy_with(
             self._inner.decoder,
             layers=torch.nn.ModuleList(layers),
             final_layernorm=parts.get("decoder.final_layernorm"),
@@ -264,12 +274,12 @@ class Anatomy:
         self._join(decoder)
         output = parts.get("output_layer")
         if output is not None and self.output_tied:
-            output = _copy_with(output)
+            output = copy_with(output)
             vars(output).pop("weight", None)  # None in a head that Megatron built beside the embedding
             output._parameters["weight"] = self.tied_parameter()
         prediction = parts.get("mtp")
         embedding = self._looks_up() if starts or prediction is not None else None
-        model = _copy_with(self._inner, embedding=embedding, decoder=decoder, output_layer=output, mtp=prediction)
+        model = copy_with(self._inner, embedding=embedding, decoder=decoder, output_layer=output, mtp=prediction)
         model.pre_process, model.post_process, model.mtp_process = starts, ends, prediction is not None
         model.vp_stage = model.vp_size = None
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
@@ -302,7 +312,7 @@ class Anatomy:
             wrappers.append(at)
             at = at.module  # type: ignore[assignment]
         for wrapper in reversed(wrappers):
-            model = _copy_with(wrapper, module=model)
+            model = copy_with(wrapper, module=model)
             model.vp_stage = model.vp_size = None
             self._join(model)
             if getattr(model, "pg_collection", None) is not None:
@@ -379,17 +389,3 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
             head["mtp"] = model.mtp
         head["output_layer"] = model.output_layer
     return units
-
-
-def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
-    """Return a shallow copy of ``original`` with its own child and parameter tables; ``children`` are replaced."""
-    new = copy.copy(original)
-    new._modules, new._parameters = dict(original._modules), dict(original._parameters)
-    for name, child in children.items():
-        new.__dict__.pop(name, None)
-        if child is None:
-            new._modules.pop(name, None)
-            new.__dict__[name] = None
-        else:
-            new._modules[name] = child
-    return new
