@@ -26,6 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
@@ -68,6 +69,20 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     return get_gpt_layer_local_spec(**shared, normalization=args.normalization)
 
 
+def last_layer_spec(args: Namespace, config: Any, spec: Any, vp_stage: int | None) -> Any:
+    """Return the modules of the model's last layer, also for a stage that has none. ``spec``: of this stage."""
+    if not args.num_experts or args.spec is not None:
+        return spec
+    layers = get_gpt_decoder_layer_specs(
+        config,
+        args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return layers[-1]
+
+
 def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
@@ -82,7 +97,8 @@ def model_provider(
     mtp_spec = None
     if args.mtp_num_layers is not None:
         transformer_engine = args.transformer_impl == "transformer_engine"
-        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
+        last = last_layer_spec(args, config, spec, vp_stage)
+        mtp_spec = get_gpt_mtp_block_spec(config, last, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,

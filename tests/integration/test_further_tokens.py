@@ -7,11 +7,12 @@ further tokens are those of the undisturbed job too.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import deviation_without_loss, elastic_job, largest_deviation
+from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, ROUNDING, TWO
 from tests.integration.test_cpu_layouts import logs, losses
 from tests.integration.test_engine_parity import (
@@ -24,6 +25,7 @@ from tests.integration.test_engine_parity import (
     Case,
     run_plain,
 )
+from tests.integration.test_experts import BIAS
 from tests.integration.test_rank_orders import BACK
 
 FURTHER = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3", "--position-embedding-type", "rope")
@@ -37,20 +39,40 @@ def further_losses(text: str) -> dict[int, list[float]]:
     return {int(step): [float(loss) for loss in both] for step, *both in found}
 
 
-def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path) -> None:
-    flags = (*FURTHER, *UNTIED)
+ROUTED = (*EXPERTS[:2], "--moe-router-topk", "2", "--disable-bias-linear", *BIAS)
+BESIDE_PLAIN: Mapping[str, tuple[str, ...]] = {
+    "dense": (),
+    "a bias, the head alone in its chunk": (*ROUTED, "--pipeline-model-parallel-layout", "Et|tt|t|mmL"),
+    "a bias, two share": (*ROUTED, *SHARED),
+    "a bias, one layer for all": (*ROUTED, "--mtp-use-repeated-layer"),
+    "a bias, a dense layer last": (*ROUTED, "--moe-layer-freq", "[1]*3+[0]"),
+    "a layout of two stages": ("--pipeline-model-parallel-layout", "Ett|ttmmL"),
+}
+"""Name → flags. The rate of the bias changes choices of experts within a few steps."""
+EACH_TIME = ("dense", "a bias, the head alone in its chunk")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE_PLAIN]
+)
+def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path, name: str) -> None:
+    flags = (*FURTHER, *UNTIED, *BESIDE_PLAIN[name])
     run_plain(tmp_path, [Case("pp2dp2", (1, 2, 2), flags)])
     injected = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
     killed = elastic_job(tmp_path / "killed", 4, 1, 2, 5, *flags, *NO_DROPOUT, *injected)
     assert killed.code == 0, killed.output[-6000:]
-    plain = logs(tmp_path, "pp2dp2")
+    assert_as_plain(logs(tmp_path, "pp2dp2"), killed)
+    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 2}
+    assert set(re.findall(r"joined by (\d+)", killed.output)) == {"1", "2"}
+
+
+def assert_as_plain(plain: str, killed: JobResult) -> None:
+    """Every loss of the job is that in the log of plain Megatron, those of further tokens too."""
     assert largest_deviation(losses(plain), killed.losses) < PLAIN_ROUNDING
     expected, found = further_losses(plain), further_losses(killed.output)
     assert sorted(expected) == [1, 2, 3, 4, 5]
     for step, both in expected.items():
         assert found[step] == pytest.approx(both, rel=PLAIN_ROUNDING)
-    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 2}
-    assert set(re.findall(r"joined by (\d+)", killed.output)) == {"1", "2"}
 
 
 ALONE = "--no-elastic-respawn"
@@ -67,6 +89,8 @@ JOBS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "two share": (4, 1, 2, (*UNTIED, *EXPERTS, *SHARED)),
     "two share, none returns": (4, 1, 1, (*EXPERTS, *SHARED, ALONE)),
     "two share, three axes": (8, 2, 2, (*UNTIED, *EXPERTS, *SHARED, "--sequence-parallel")),
+    "a bias, two share, three axes": (8, 2, 2, (*UNTIED, *ROUTED, *SHARED, "--sequence-parallel")),
+    "a bias, recompute, none returns": (4, 1, 2, (*UNTIED, *ROUTED, *RECOMPUTE, ALONE)),
     "four share, recompute": (4, 1, 1, (*EXPERTS, "--expert-model-parallel-size", "4", *RECOMPUTE)),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
@@ -116,3 +140,20 @@ def test_a_lost_last_stage_is_taken_over_and_saved(tmp_path: Path) -> None:
     assert deviation_without_loss(whole, killed) <= ROUNDING
     run_plain(tmp_path, [Case("later", (1, 2, 1), (*flags, "--load", str(tmp_path / "saved"), "--ckpt-step", "4"))])
     assert largest_deviation({5: killed.losses[5]}, losses(logs(tmp_path, "later"))) < PLAIN_ROUNDING
+
+
+@pytest.mark.slow
+def test_a_bias_is_saved_for_plain_megatron_and_read_from_it(tmp_path: Path) -> None:
+    """The layers behind the model's own count tokens too, and their bias is in the checkpoint of either."""
+    flags = (*FURTHER, *UNTIED, *ROUTED)
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "3")
+    faults = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=2,step=2,point=before_vote")
+    first = elastic_job(tmp_path / "first", 4, 1, 2, 5, *flags, *NO_DROPOUT, *saves, *faults)
+    assert first.code == 0, first.output[-6000:]
+    load = ("--load", str(tmp_path / "saved"), "--ckpt-step", "3")
+    run_plain(tmp_path, [Case("later", (1, 2, 1), (*flags, *load))])
+    expected = {4: first.losses[4], 5: (first.losses[4] + first.losses[5]) / 2}
+    assert largest_deviation(expected, losses(logs(tmp_path, "later"))) < PLAIN_ROUNDING
+    again = elastic_job(tmp_path / "again", 4, 1, 2, 5, *flags, *NO_DROPOUT, *load)
+    assert again.code == 0, again.output[-6000:]
+    assert largest_deviation({step: first.losses[step] for step in (4, 5)}, again.losses) < PLAIN_ROUNDING

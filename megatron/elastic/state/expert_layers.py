@@ -21,7 +21,7 @@ class ExpertLayers:
     """The layers with such numbers. A record has the numbers as text: base64 of little-endian fp32."""
 
     units: tuple[int, ...]
-    """Compute units that are layers with experts, ascending."""
+    """Compute units that are layers with experts, ascending, and the numbers of further layers behind the last unit."""
     experts: int
     """Number of experts of each."""
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
-from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.mcore.args.settings import engine_settings, expert_balance, nominal_topology, sample_grid
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.record import ConstantSchedule, Rate
 
@@ -147,3 +147,23 @@ def test_minutes_become_seconds_and_an_endless_run_has_no_last_step() -> None:
     found = engine_settings(arguments(train_iters=None), SCHEDULE, always)
     assert (found.communication_timeout, found.steps, found.seed) == (600.0, None, 7)
     assert engine_settings(arguments(), SCHEDULE, always).steps == 50
+
+
+@pytest.mark.parametrize(
+    ("routed", "repeated", "expected"),
+    [
+        ([1, 1, 0, 1], False, (1, 2, 4, 6, 7)),
+        ([1, 1, 0, 1], True, (1, 2, 4, 6)),
+        ([1, 1, 1, 0], False, (1, 2, 3)),
+    ],
+)
+def test_layers_of_further_tokens_have_a_bias_like_the_last_layer(
+    routed: list[int], repeated: bool, expected: tuple[int, ...]
+) -> None:
+    """Behind four layers and the head, at 5; two of them, or one that predicts both tokens."""
+    args = arguments(moe_router_enable_expert_bias=True, num_experts=8, moe_router_bias_update_rate=1e-3)
+    config = SimpleNamespace(
+        num_layers=4, num_moe_experts=8, moe_layer_freq=routed, mtp_num_layers=2, mtp_use_repeated_layer=repeated
+    )
+    balance = expert_balance(args, config)
+    assert balance is not None and balance.units == expected and balance.rate == 1e-3

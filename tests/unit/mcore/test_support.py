@@ -324,10 +324,10 @@ def test_ranks_that_share_experts_may_be_more_or_fewer_than_a_tensor_parallel_gr
 @pytest.mark.parametrize(
     ("given", "config", "words"),
     [
-        ({**EXPERTS, "moe_router_enable_expert_bias": True}, ElasticConfig(), "--moe-router-enable-expert-bias"),
         ({"context_parallel_size": 2}, ElasticConfig(), "--context-parallel-size"),
         ({"heterogeneous_layers_config_path": "x"}, ElasticConfig(), "--heterogeneous-layers-config-path"),
-        ({"pipeline_model_parallel_layout": "Et|L"}, ElasticConfig(), "--pipeline-model-parallel-layout"),
+        ({"pipeline_model_parallel_layout": "Et|m|L"}, ElasticConfig(), "layout Et.m.L: .* in front of L"),
+        ({"pipeline_model_parallel_layout": [["embedding"], ["mtp"], ["loss"]]}, ElasticConfig(), "in front of L"),
         ({"position_embedding_type": "learned_absolute"}, ElasticConfig(), "use rope"),
         ({"untie_embeddings_and_output_weights": False}, ElasticConfig(), "--untie-embeddings-and-output-weights"),
         ({}, ElasticConfig(exact=True), "--elastic-exact .* uses weights several times"),
@@ -352,6 +352,14 @@ def test_further_tokens_that_do_not_hold_are_refused(given: dict[str, Any], conf
     with pytest.raises(BadInput, match=words):
         check(plain(**{**further, **given}), config, "cpu", [])
     assert len(list(prediction_faults(plain(**{**further, **given}), config))) == 1
+
+
+@pytest.mark.parametrize("layout", ["Et|(tt|)*2mL", "Ettt|m*2L", [["embedding", "decoder"], ["mtp", "loss"]]])
+def test_layers_for_further_tokens_may_be_in_a_layout_where_the_loss_is(layout: Any) -> None:
+    given = {"mtp_num_layers": 1, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True}
+    given |= {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    biased = {**EXPERTS, "moe_router_enable_expert_bias": True, "pipeline_model_parallel_layout": layout}
+    assert not list(prediction_faults(plain(**given, **biased), ElasticConfig()))
 
 
 @pytest.mark.parametrize(

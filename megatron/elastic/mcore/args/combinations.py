@@ -6,7 +6,7 @@ Each function yields one line a fault, which names the flags and the fix.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.elastic.config import ElasticConfig
 
@@ -16,14 +16,16 @@ __all__ = ["prediction_faults"]
 def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     """Yield what does not hold where further tokens are predicted."""
     flag = f"--mtp-num-layers {args.mtp_num_layers}"
-    if getattr(args, "moe_router_enable_expert_bias", False):
-        yield f"{flag} with --moe-router-enable-expert-bias is not supported with --elastic: leave one of the two out"
     if (args.context_parallel_size or 1) > 1:
         yield f"{flag} with --context-parallel-size is not supported with --elastic: leave one of the two out"
     if getattr(args, "heterogeneous_layers_config_path", None):
         yield f"{flag} with --heterogeneous-layers-config-path is not supported with --elastic: leave one of them out"
-    if getattr(args, "pipeline_model_parallel_layout", None) is not None:
-        yield f"{flag} with --pipeline-model-parallel-layout: --elastic has such layers in the last stage, leave it out"
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None and not _predicts_last(layout):
+        yield (
+            f"{flag} with --pipeline-model-parallel-layout {layout}: --elastic has such layers where the loss is: put "
+            "each m into the last stage, in front of L"
+        )
     if args.position_embedding_type not in ("rope", "none"):
         yield (
             f"{flag} with --position-embedding-type {args.position_embedding_type}: Megatron has other positions at "
@@ -36,3 +38,9 @@ def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         )
     if config.exact:
         yield f"--elastic-exact adds up gradients use by use, and {flag} uses weights several times: leave one out"
+
+
+def _predicts_last(layout: str | Sequence[Sequence[str]]) -> bool:
+    """Return whether the last chunk of a layout has the layers that predict further tokens; they are all in one."""
+    last = layout.rpartition("|")[2] if isinstance(layout, str) else layout[-1]
+    return "m" in last or "mtp" in last

@@ -12,7 +12,7 @@ from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.model.layer_specs import routed_layers
-from megatron.elastic.mcore.model.prediction import predicts
+from megatron.elastic.mcore.model.prediction import further_units, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.expert_bias import ExpertBalance
@@ -68,7 +68,10 @@ def expert_balance(args: Any, config: Any) -> ExpertBalance | None:
     """Return the layers whose routers have a bias in place of an auxiliary loss."""
     if not args.moe_router_enable_expert_bias:
         return None
-    return ExpertBalance(_routed_units(config), int(args.num_experts), float(args.moe_router_bias_update_rate))
+    routed = _routed_units(config)
+    if routed_layers(config)[-1]:  # layers that predict further tokens are like the last one
+        routed += further_units(config)
+    return ExpertBalance(routed, int(args.num_experts), float(args.moe_router_bias_update_rate))
 
 
 def expert_load(args: Any, config: Any) -> ExpertLoad | None:

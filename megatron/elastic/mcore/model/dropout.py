@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, Intervals, SampleDropout, Section, Site, Split
 from megatron.elastic.engine.compute.jitter import SampleJitter
-from megatron.elastic.mcore.model.prediction import dropout_unit
+from megatron.elastic.mcore.model.prediction import further_unit
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.state.coverage import Position
 
@@ -95,7 +95,7 @@ def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
         return []
     if isinstance(module, MultiTokenPredictionBlock):
         config, layers = model.config, module.layers
-        found = [_key_layer(one.mtp_model_layer, slices, dropout_unit(config, one.layer_number)) for one in layers]
+        found = [_key_layer(one.mtp_model_layer, slices, further_unit(config, one.layer_number)) for one in layers]
         return [name for names in found for name in names]
     if hasattr(module, "layer_number"):
         return _key_layer(module, slices, int(module.layer_number))

@@ -2,9 +2,9 @@
 
 Megatron builds the model for this rank's place at launch; the engine chooses the units
 that it holds later (:meth:`GptInterface.hold`). Units: 0 the embedding, 1 … L the
-transformer layers, L+1 final norm and head. If word embeddings are tied to the output
-layer, they form one further, state-only unit L+2, held by every cell that holds
-either end.
+transformer layers, L+1 final norm and head (if further tokens are predicted, L has the
+final norm). If word embeddings are tied to the output layer, they form one further,
+state-only unit L+2, held by every cell that holds either end.
 
 Megatron's global values (docs/design.md §2.2) are set for the piece around each ``forward_step_func`` and restored
 afterwards: ``args.micro_batch_size``, the present pipeline stage, and the number of stages, with one chunk a stage.
@@ -370,12 +370,13 @@ class GptInterface:
                 output, loss_function = step(batches, segment)
             self._has_read |= piece.first == 0 or piece.end == self.compute_units
             if piece.end < self.compute_units:
-                expected, _ = self.boundary(len(piece.rows))
-                if output.shape != expected:
-                    raise ValueError(f"the model returned {tuple(output.shape)} for a boundary of {tuple(expected)}")
+                expected, kind = self.boundary(len(piece.rows))
+                if (output.shape, output.dtype) != (expected, kind):
+                    found = f"{tuple(output.shape)} in {output.dtype}"
+                    raise ValueError(f"the model returned {found} for a boundary of {tuple(expected)} in {kind}")
                 return output
-            found, part = _loss_output(loss_function(output)), self._context.part
-            return found if part is None else of_the_cell(part, found)
+            loss, part = _loss_output(loss_function(output)), self._context.part
+            return loss if part is None else of_the_cell(part, loss)
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and output exchange nothing."""

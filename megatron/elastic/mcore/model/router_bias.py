@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron.elastic.mcore.model.prediction import further_unit
+
 __all__ = ["counted_tokens", "forget_tokens", "present_bias", "set_bias"]
 
 
@@ -41,8 +43,12 @@ def counted_tokens(modules: Iterable[torch.nn.Module]) -> dict[int, tuple[int, .
 
 
 def _routers(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[int, Any]]:
-    """Yield (unit, router) of each router with a bias; Megatron numbers layers as units are."""
+    """Yield (unit, router) of each router with a bias.
+
+    Megatron numbers layers as units are, and those that predict further tokens apart, from 1.
+    """
     for module in modules:
         for part in module.modules():
             if isinstance(part, TopKRouter) and part.expert_bias is not None:
-                yield int(part.layer_number), part
+                number = int(part.layer_number)
+                yield further_unit(part.config, number) if part.is_mtp_layer else number, part

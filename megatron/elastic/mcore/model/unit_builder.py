@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer, without_references
-from megatron.elastic.mcore.model.prediction import build_prediction
+from megatron.elastic.mcore.model.prediction import build_prediction, final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 
 __all__ = ["BuildSite", "Modules", "UnitBuilder", "copy_with"]
@@ -80,6 +80,8 @@ class UnitBuilder:
                 modules = self._head(site)
             else:
                 modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
+                if unit == final_norm_unit(site.model, self.units):
+                    modules["decoder.final_layernorm"] = self._final_norm(site)
         for module in modules.values():
             self._finish(module, site, training)
         return modules
@@ -120,11 +122,11 @@ class UnitBuilder:
         self.prepare(self.inner, module, site.place)
 
     def _layer(self, unit: int, site: BuildSite) -> torch.nn.Module:
-        decoder = self.inner.decoder
-        offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
+        decoder, config = self.inner.decoder, _building_config(site.layers)
+        offset = get_transformer_layer_offset(config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self.layer_specs.of_unit(unit),
-            config=config_of_layer(without_references(site.layers), unit),
+            config=config_of_layer(config, unit),
             layer_number=unit - offset,
             pg_collection=site.building,
             vp_stage=decoder.vp_stage,
@@ -148,13 +150,13 @@ class UnitBuilder:
         return embedding  # type: ignore[no-any-return]
 
     def _head(self, site: BuildSite) -> Modules:
-        modules, prediction = {"decoder.final_layernorm": self._final_norm(site)}, self.layer_specs.prediction
-        if prediction is not None:
-            layers = build_prediction(prediction, without_references(site.layers), site.building)
-            if site.place is not None:
-                site.place.deal_experts(layers, site.building)
-            modules |= {"embedding": self._embedding(site), "mtp": layers}
-        return {**modules, "output_layer": self._output_layer(site)}
+        prediction, output = self.layer_specs.prediction, self._output_layer(site)
+        if prediction is None:
+            return {"decoder.final_layernorm": self._final_norm(site), "output_layer": output}
+        layers = build_prediction(prediction, _building_config(site.layers), site.building)
+        if site.place is not None:
+            site.place.deal_experts(layers, site.building)
+        return {"embedding": self._embedding(site), "mtp": layers, "output_layer": output}
 
     def _final_norm(self, site: BuildSite) -> torch.nn.Module:
         norm = self.inner.decoder.submodules.layer_norm
@@ -177,6 +179,17 @@ class UnitBuilder:
         )
         layer.weight.is_embedding_or_output_parameter = True
         return layer  # type: ignore[no-any-return]
+
+
+def _building_config(config: Any) -> Any:
+    """Return :func:`without_references`, and without a layout.
+
+    With ``--pipeline-model-parallel-layout`` Megatron numbers layers by the process's present stage, which another
+    thread may change while this one builds.
+    """
+    mine = without_references(config)
+    mine.pipeline_model_parallel_layout = None
+    return mine
 
 
 def copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:

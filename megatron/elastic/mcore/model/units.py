@@ -31,6 +31,7 @@ from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
 from megatron.elastic.mcore.model.ghost import GhostLayer, GhostPrediction
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
+from megatron.elastic.mcore.model.prediction import final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.unit_builder import BuildSite, Modules, UnitBuilder, copy_with
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
@@ -376,10 +377,11 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
     for layer in model.decoder.layers:
         number = int(layer.layer_number)
         units[number] = {f"decoder.layers.{number - 1}": layer}
+    norm = model.decoder.final_layernorm
+    if norm is not None:  # in a chunk with the last layer, or with the head
+        units.setdefault(final_norm_unit(model.config, count), {})["decoder.final_layernorm"] = norm
     if model.post_process:
-        head = units[count - 1] = {}
-        if model.decoder.final_layernorm is not None:
-            head["decoder.final_layernorm"] = model.decoder.final_layernorm
+        head = units.setdefault(count - 1, {})
         if getattr(model, "mtp_process", False):
             if not model.pre_process:
                 head["embedding"] = model.embedding
