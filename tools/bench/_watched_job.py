@@ -135,3 +135,16 @@ class Client:
 def status_of(address: str) -> dict[str, Any]:
     """Return the status that the page shows."""
     return dict(json.loads(asked(address, "/state.json")[1])["status"])
+
+
+def until_shown(address: str, seconds: float = 60.0) -> None:
+    """Return once the agent shows a state: metrics have none before. Raises ``OSError`` when it takes longer."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            asked(address, "/metrics")
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.2)

@@ -47,7 +47,7 @@ from typing import Any
 from megatron.elastic.launch.workers.processes import process_state
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import QUIET, ROOT, command
-from tools.bench._watched_job import Client, WatchedJob, asked, cpu_seconds, status_of
+from tools.bench._watched_job import Client, WatchedJob, asked, cpu_seconds, status_of, until_shown
 
 WORKER = str(ROOT / "tools" / "bench" / "_watching_worker.py")
 SKIPPED = 8
@@ -141,6 +141,7 @@ def scraped() -> dict[str, Any]:
         for step in running.steps():
             if step >= SKIPPED:
                 break
+        until_shown(running.address)
         training = [asked(running.address, "/metrics")[0] * 1e3 for _ in range(SCRAPES)]
         stopped = int(status_of(running.address)["workers_here"]["1"]["pid"])
         os.kill(stopped, signal.SIGSTOP)
