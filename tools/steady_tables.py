@@ -59,7 +59,7 @@ def watching(figures: Figures) -> str:
 
 
 def overlap(figures: Figures) -> str:
-    """What of reduce, ship and gather is left beyond computation, and what mirrors and votes then cost."""
+    """Exposed time of reduce, ship and gather, and the cost of mirrors and votes."""
     titles = {
         "moved_share": "reduce, ship and gather in turn (% of a step)",
         "exposed": "left of their time when they go on behind (%)",

@@ -136,7 +136,7 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], str] = _fails) -> Sce
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run: the kills that struck; what it ended with, and the fewest faults that end so."""
+    """The kills that struck in one run; if it failed, the error and the shortest script that fails as well."""
 
     faults: int
     error: str = ""

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from megatron.elastic.state.expert_load import SPAN
 from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
 from tests.integration.ports import free_port
 from tests.receiver import receiver
-from tools.bench._watched_job import asked
+from tools.bench._watched_job import asked, until_shown
 
 FOR_EVER = 100_000
 KILL = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")
@@ -95,18 +94,6 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert any("rank 3 on" in line and "SIGKILL" in line for line in text)
 
 
-def wait_for_figures(address: str, seconds: float = 120.0) -> None:
-    """Wait until the agent has shown its state for the first time, half a detection time-out after its start."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            asked(address, "/metrics")
-            return
-        except OSError:
-            assert time.monotonic() < end, "no figures"
-            time.sleep(0.2)
-
-
 def test_a_scrape_is_answered_while_a_rank_is_stopped_and_the_others_wait_for_it(tmp_path: Path) -> None:
     """With a time-out that is long enough that the stopped rank is not taken for lost meanwhile."""
     flags = (*QUIET, "--elastic-metrics", "0", "--elastic-detection-timeout", "20")
@@ -114,7 +101,7 @@ def test_a_scrape_is_answered_while_a_rank_is_stopped_and_the_others_wait_for_it
     with RunningJob(tmp_path / "events", elastic_command(tmp_path / "events", 2, 1, 1, FOR_EVER, *flags, *save)) as job:
         address = job.wait_for(r"metrics at (http://\S+)").group(1)
         job.wait_for(r"iteration +2/")
-        wait_for_figures(address)
+        until_shown(address)
         stopped = int(json.loads(job.ctl("status", "--json").stdout)["workers_here"]["1"]["pid"])
         os.kill(stopped, signal.SIGSTOP)
         scrapes = [asked(address, "/metrics")[1] for _ in range(20)]

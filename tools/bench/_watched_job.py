@@ -137,8 +137,11 @@ def status_of(address: str) -> dict[str, Any]:
     return dict(json.loads(asked(address, "/state.json")[1])["status"])
 
 
-def until_shown(address: str, seconds: float = 60.0) -> None:
-    """Return once the agent shows a state: metrics have none before. Raises ``OSError`` when it takes longer."""
+def until_shown(address: str, seconds: float = 120.0) -> None:
+    """Wait until the agent shows a state, half a detection time-out after its start: before, metrics have none.
+
+    Raises ``OSError`` if it takes longer than ``seconds``.
+    """
     end = time.monotonic() + seconds
     while True:
         try:

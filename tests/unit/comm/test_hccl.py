@@ -146,7 +146,7 @@ class Messages(Backend):
 
 
 def test_the_stream_waits_for_messages_when_those_of_a_batch_are_all_issued() -> None:
-    """A send that nobody receives yet holds up the messages behind it, so the lower rank sends first."""
+    """Messages wait for a send before them until it is received, so the lower rank sends first."""
     tensor = torch.zeros(3)
     for rank, first, second in ((0, "send", "recv"), (1, "recv", "send")):
         backend = Messages()

@@ -122,6 +122,7 @@ class DeviceFabric(NativeFabric):
         self._stream: torch.Stream | None = None
         """The stream of operations in the background."""
         self._settling = threading.RLock()
+        self._interrupting = threading.Lock()
         self._revoking: list[threading.Thread] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
@@ -138,8 +139,10 @@ class DeviceFabric(NativeFabric):
         return Address(own.rank, own.incarnation, own.host, {**own.endpoint, "device": self._device_name})
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
-        while self._revoking:
-            self._revoking.pop().join()
+        with self._interrupting:
+            revoking, self._revoking = self._revoking, []
+        for thread in revoking:
+            thread.join()
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
         with self.outbox.edited(generation):
@@ -148,14 +151,15 @@ class DeviceFabric(NativeFabric):
         return report
 
     def interrupt(self, generation: int) -> None:
-        super().interrupt(generation)
-        self.outbox.void(generation)
-        stuck = [held for held in list(self._held.values()) if held.in_flight()]
-        if stuck:
-            revoke = partial(self._revoke, stuck, generation)
-            thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
-            thread.start()
-            self._revoking.append(thread)
+        with self._interrupting:  # the training thread goes on at once, and must find the thread that it waits for
+            super().interrupt(generation)
+            self.outbox.void(generation)
+            stuck = [held for held in list(self._held.values()) if held.in_flight()]
+            if stuck:
+                revoke = partial(self._revoke, stuck, generation)
+                thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
+                thread.start()
+                self._revoking.append(thread)
 
     def _revoke(self, stuck: Sequence[Held], generation: int) -> None:
         for held in stuck:

@@ -5,8 +5,9 @@ save a new interpreter imports the training script, torch and Megatron (seconds)
 and it survives its rank when that is killed. Writer and reader of a synchronous save
 are the same process, so ``queue.Queue`` is enough. Megatron's asynchronous saves keep their manager.
 
-Under --elastic a thread of this process writes. There a loss may void a save whose files are written already. Nobody
-takes its results, and in a queue for all saves, as Megatron's is, the next save would describe its own files with them.
+Under --elastic a thread of this process writes. There a loss may void a save after its files were written. Its
+results then stay in the queue. With one queue for all saves, as Megatron has it, the next save would take them for its
+own.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["CellLimits"]
 
 @dataclass(frozen=True)
 class CellLimits:
-    """What Megatron's configuration and arguments allow; the same on every rank."""
+    """The cells that the configuration and arguments of Megatron allow; equal on every rank."""
 
     sizes: Sizes
     config: Any

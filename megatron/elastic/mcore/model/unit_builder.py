@@ -89,7 +89,7 @@ class UnitBuilder:
     def with_experts(self, unit: int, modules: Modules, site: BuildSite, training: bool) -> Modules:
         """Return the modules of ``unit`` with the experts of another crew; all else is that of ``modules``.
 
-        A rank of the launch's cell whose crew lost a rank builds a few experts so, and no layer.
+        For a rank in its cell of the launch, whose crew lost a rank: it builds a few experts and no layer.
         """
         if "mtp" in modules:
             return self.build(unit, site, training)
@@ -97,8 +97,9 @@ class UnitBuilder:
 
     def _redealt(self, layer: Any, site: BuildSite, training: bool) -> Any:
         before = getattr(layer, "mlp", None)
-        if site.place is None or not isinstance(before, MoELayer):
+        if not isinstance(before, MoELayer):
             return layer
+        assert site.place is not None, "at the launch's place a crew is the launch's"
         mine = copy_with(layer, mlp=copy_with(before))
         with _without_values(site.model, site.layers):
             site.place.deal_experts(mine, site.building)
