@@ -18,6 +18,7 @@ __all__ = [
     "INCARNATION",
     "NEWCOMER",
     "NODE",
+    "POSITION",
     "RUN_ID",
     "SCRATCH",
     "SECRET",
@@ -73,6 +74,9 @@ ADDRESS: Final = "MEGATRON_ELASTIC_ADDRESS"
 
 NODE: Final = "MEGATRON_ELASTIC_NODE"
 """Number of this node's agent, 0 … nodes−1 (equal to ``GROUP_RANK``)."""
+
+POSITION: Final = "MEGATRON_ELASTIC_POSITION"
+"""Number of this worker among those of its node; ``LOCAL_RANK`` is 0 for all of them with ``--virtual-local-rank``."""
 
 SEGMENT_PREFIX: Final = "MEGATRON_ELASTIC_SEGMENT_PREFIX"
 """Shared-memory segments in /dev/shm must begin with this; the launcher removes what is left of them."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, cast
 
 from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.control import env
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
@@ -332,9 +333,14 @@ def _first_serves_all() -> bool:
     return nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def _position() -> int:
+    """Return the number of this rank among those of its node."""
+    return int(os.environ.get(env.POSITION) or os.environ.get("LOCAL_RANK", "0"))
+
+
 def _ranks_of_node(rank: int) -> range:
     """Return the ranks of this rank's node, which are consecutive."""
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    first = rank - _position()
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -351,13 +357,13 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
     """Return the clocks of ``--elastic-frequency``, if given; the first rank of a node prints its status."""
     if config.frequency == "off":
         return None
-    local = os.environ.get("LOCAL_RANK", "0")
+    position = _position()
     if config.frequency == "auto":
         control = frequency_of(select().name, own_device(select()))
     else:
-        kind, device, path = [*config.frequency.replace("{local_rank}", local).split(":", 2), "", ""][:3]
+        kind, device, path = [*config.frequency.replace("{local_rank}", str(position)).split(":", 2), "", ""][:3]
         control = open_frequency(cast(Kind, kind), device, path)
-    if local == "0":
+    if position == 0:
         print(f"--elastic-frequency: {control.why()}", flush=True)
     return Clocks(
         control,

@@ -206,7 +206,7 @@ def test_each_worker_may_see_one_device_as_its_first(script: str, monkeypatch: p
         monkeypatch.setenv(name, "6,7")
         for started in make_started(job(script, "--virtual-local-rank")):
             environ = started.start(5)
-            assert (environ["LOCAL_RANK"], environ[name]) == ("0", "7")
+            assert (environ["LOCAL_RANK"], environ[env.POSITION], environ[name]) == ("0", "1", "7")
             monkeypatch.delenv(name)
             assert started.start(5)[name] == "1"
 

@@ -79,6 +79,7 @@ class Spawner:
             env.DOMAIN: job.domain,
             env.ADDRESS: self._members.address,
             env.NODE: str(self._members.node),
+            env.POSITION: str(worker.local_rank),
             env.SEGMENT_PREFIX: self._prefix,
         }
         environ.update(self._local_rank(worker.local_rank))
