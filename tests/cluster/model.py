@@ -148,6 +148,9 @@ class UnitChain:
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Gradients need nothing more: a cell has one rank, or its ranks have equal gradients of what is replicated."""
 
+    def parameters_changed(self) -> None:
+        """Nothing is kept of parameters."""
+
     def weigh_layer_losses(self, weight: float) -> None:
         """No layer has a loss of its own."""
 

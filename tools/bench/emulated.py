@@ -235,6 +235,9 @@ class EmulatedModel:
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
         """No weight is shared."""
 
+    def parameters_changed(self) -> None:
+        """Nothing is kept of parameters."""
+
     def weigh_layer_losses(self, weight: float) -> None:
         """No layer has a loss of its own."""
 

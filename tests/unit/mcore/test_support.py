@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.args.combinations import prediction_faults
+from megatron.elastic.mcore.args.combinations import fp8_faults, prediction_faults
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,7 +46,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
-    ("--fp8-format", {"fp8": "hybrid"}),
+    ("--fp8-recipe", {"fp8": "hybrid"}),
     ("--fp4-format", {"fp4": "e2m1"}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
     ("--optimizer", {"optimizer": "muon"}),
@@ -160,9 +161,9 @@ def test_exact_mode_takes_microbatches_of_any_size_and_loss(asked: dict[str, Any
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
-    asked = plain(fp8="hybrid", fp8_param_gather=True)
-    with pytest.raises(BadInput, match=r"^--fp8-param-gather "):
-        check(asked, ElasticConfig(), "cuda", ["--fp8-param-gather=1"])
+    asked = plain(fp8="hybrid", fp8_recipe="delayed")
+    with pytest.raises(BadInput, match=r"^--fp8-amax-history-len "):
+        check(asked, ElasticConfig(), "cuda", ["--fp8-amax-history-len=16"])
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:
@@ -248,7 +249,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         check(plain(moe_use_upcycling=True, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
     assert [text.split()[0] for text in caught.value.texts] == [
         "--moe-use-upcycling",
-        "--fp8-format",
+        "--fp8-recipe",
         "--elastic-spares",
     ]
 
@@ -389,3 +390,36 @@ def test_experts_move_between_ranks_that_share_them() -> None:
     inside = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     with pytest.raises(BadInput, match=r"between groups of 4 ranks .* each of these groups has all experts"):
         check(plain(**shared, **inside), homes, "cpu", [])
+
+
+FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "blockwise", "transformer_impl": "transformer_engine"}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_fp8_is_elastic_where_scales_follow_from_present_values(recipe: str) -> None:
+    check(plain(**{**FP8, "fp8_recipe": recipe}), ElasticConfig(), "cuda", [])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "custom"])
+def test_fp8_with_scales_of_past_micro_batches_is_refused(recipe: str) -> None:
+    with pytest.raises(BadInput, match=r"--fp8-recipe .*past micro-batches.*: use --fp8-recipe tensorwise") as error:
+        check(plain(**{**FP8, "fp8_recipe": recipe}), ElasticConfig(), "cuda", ["--fp8-format", "hybrid"])
+    assert len(error.value.texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "platform", "words"),
+    [
+        ({}, "cpu", "--fp8-format hybrid needs Transformer Engine on a GPU"),
+        ({}, "npu", "--fp8-format hybrid needs Transformer Engine on a GPU"),
+        ({"transformer_impl": "local"}, "cuda", "leave out --transformer-impl local"),
+        ({"num_experts": 8}, "cuda", "--fp8-format hybrid with --num-experts: .* use --bf16"),
+        ({"fp8_dot_product_attention": True}, "cuda", "--fp8-dot-product-attention: .* leave it out"),
+        ({"fp8_multi_head_attention": True}, "cuda", "--fp8-multi-head-attention: .* leave it out"),
+        ({"recompute_granularity": "full"}, "cuda", "--recompute-granularity full: .* use .* selective"),
+    ],
+)
+def test_what_does_not_hold_in_fp8_is_refused(given: dict[str, Any], platform: str, words: str) -> None:
+    assert not list(fp8_faults(plain(**FP8), "cuda"))
+    [fault] = fp8_faults(plain(**{**FP8, **given}), platform)
+    assert re.search(words, fault)

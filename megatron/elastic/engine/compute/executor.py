@@ -203,6 +203,7 @@ class Executor:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult(measured=PieceTimes(self._clock))
         self._reset()
+        self._interface.parameters_changed()
         self._interface.set_expert_bias(work.expert_bias)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))

@@ -261,6 +261,9 @@ class ModelInterface(Protocol):
         Without this call autograd adds them up in ``parameter.grad`` (:mod:`exact_gradients`).
         """
 
+    def parameters_changed(self) -> None:
+        """Forget what layers have made of their parameters: those of the next forward may have other values."""
+
     def weigh_layer_losses(self, weight: float) -> None:
         """Multiply the gradients of losses that layers add (those that balance experts) by ``weight`` from now on."""
 

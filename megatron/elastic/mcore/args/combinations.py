@@ -10,7 +10,35 @@ from collections.abc import Iterator, Sequence
 
 from megatron.elastic.config import ElasticConfig
 
-__all__ = ["prediction_faults"]
+__all__ = ["fp8_faults", "prediction_faults", "scales_at_once"]
+
+
+def scales_at_once(args: Namespace) -> bool:
+    """Return whether --fp8-recipe scales tensors by their present values alone, without a history."""
+    return getattr(args, "fp8_recipe", None) in ("tensorwise", "blockwise", "mxfp8")
+
+
+def fp8_faults(args: Namespace, platform: str) -> Iterator[str]:
+    """Yield what does not hold in FP8, beside what is refused with any flags."""
+    flag = f"--fp8-format {args.fp8}"
+    if platform != "cuda":
+        yield f"{flag} needs Transformer Engine on a GPU: leave it out here"
+        return
+    if args.transformer_impl != "transformer_engine":
+        yield f"{flag} needs the layers of Transformer Engine: leave out --transformer-impl {args.transformer_impl}"
+    if args.num_experts:
+        yield f"{flag} with --num-experts: with --elastic such layers are Megatron's own, which have no FP8: use --bf16"
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(args, name, False):
+            yield (
+                f"--{name.replace('_', '-')}: Transformer Engine scales the softmax by past micro-batches, which other "
+                "ranks may have computed: leave it out"
+            )
+    if getattr(args, "recompute_granularity", None) == "full":
+        yield (
+            f"{flag} with --recompute-granularity full: Transformer Engine recomputes such layers itself, without the "
+            "dropout of each sample: use --recompute-granularity selective"
+        )
 
 
 def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -126,10 +126,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
             _any("use_megatron_fsdp"), "refused", "refused",
             "it shards parameters in its own way: use --use-distributed-optimizer"),
-    Feature("FP8", ("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-amax-history-len",
-                    "--fp8-amax-compute-algo"),
-            _any("fp8", "fp8_param_gather"), "refused", "refused",
-            f"needs Transformer Engine on a GPU, and scaling factors of past steps: use --bf16, or {_PLAIN}"),
+    Feature("FP8", ("--fp8-format",),
+            lambda args: bool(getattr(args, "fp8", None)) and combinations.scales_at_once(args),
+            "refused", "works", "with --fp8-recipe tensorwise, blockwise or mxfp8, in dense layers of Transformer "
+            "Engine; never run on a GPU"),
+    Feature("FP8 with scales of past micro-batches", ("--fp8-recipe", "--fp8-amax-history-len",
+                                                      "--fp8-amax-compute-algo"),
+            lambda args: bool(getattr(args, "fp8", None)) and not combinations.scales_at_once(args),
+            "refused", "refused", "scales then depend on which rank computed which micro-batch before: use "
+            "--fp8-recipe tensorwise, blockwise or mxfp8"),
+    Feature("parameters in FP8", ("--fp8-param-gather",), _any("fp8_param_gather"), "refused", "refused",
+            "parameters are gathered in the type of the model: leave it out"),
     Feature("FP4", ("--fp4-format", "--fp4-param-gather"), _any("fp4", "fp4_param_gather"), "refused", "refused",
             f"needs Transformer Engine on a GPU: use --bf16, or {_PLAIN}"),
     Feature("CUDA graphs", ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
@@ -221,6 +228,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _policy_faults(args, config)
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
+        if getattr(args, "fp8", None) and combinations.scales_at_once(args):
+            yield from combinations.fp8_faults(args, platform)
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)

@@ -47,6 +47,7 @@ from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.prediction import predicts
+from megatron.elastic.mcore.model.quantized_weights import quantize_anew
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
@@ -429,6 +430,11 @@ class GptInterface:
                 yield
         finally:
             self._told = None
+
+    def parameters_changed(self) -> None:
+        """Let layers quantize their weights anew (:class:`ModelInterface`)."""
+        if self._config.fp8:
+            quantize_anew(self._anatomy.modules())
 
     def weigh_layer_losses(self, weight: float) -> None:
         """Weigh the losses that layers add, and forget values and counts (:class:`ModelInterface`)."""
