@@ -27,7 +27,8 @@ FP16 = (
     "3",
     "--accumulate-allreduce-grads-in-fp32",
 )  # as the engine always does
-CASES = {"bf16": (("--bf16",), 1e-4), "fp16": (FP16, 1e-5)}
+MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+CASES = {"bf16": (("--bf16",), 1e-4), "fp16": (FP16, 1e-5), "bf16 moments": (("--bf16", *MOMENTS), 1e-4)}
 """Flags, and the largest relative deviation: sums are rounded in another order."""
 
 
@@ -62,7 +63,10 @@ def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
 FAULTS = "kill:rank=0,step=3,point=mid_backward;kill:rank=3,losses=1,wait=1,point=after_vote"
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["bf16", pytest.param("fp16", marks=pytest.mark.slow), pytest.param("bf16 moments", marks=pytest.mark.slow)],
+)
 def test_losses_in_reduced_precision_cost_no_step(tmp_path: Path, kind: str) -> None:
     """A stage's survivor is alone in its pipeline group for a while, and still converts as its own stage does."""
     flags, _ = CASES[kind]

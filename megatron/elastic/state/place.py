@@ -91,6 +91,12 @@ class Place(ABC):
     def round_to_bf16(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Write ``source`` into the bf16 tensor ``target``, to nearest even."""
 
+    def keep_in_bf16(self, values: torch.Tensor) -> None:
+        """Round ``values`` in place to values of bf16, to nearest even."""
+        rounded = torch.empty_like(values, dtype=torch.bfloat16)
+        self.round_to_bf16(values, rounded)
+        values.copy_(rounded)
+
 
 class HostPlace(Place):
     """Host memory. Mirrors lie here on every platform."""

@@ -369,6 +369,9 @@ class StatePool:
                 hyper.decoupled_weight_decay,
             )
             place.adam(master, exp_avg, exp_avg_sq, gradient[part], adam)
+            for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
+                if kind == "bf16":
+                    place.keep_in_bf16(moment)
         if model is not None:
             place.round_to_bf16(master, model[part])
 

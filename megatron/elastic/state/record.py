@@ -45,6 +45,7 @@ __all__ = [
     "ConstantSchedule",
     "GradientKey",
     "Hyper",
+    "MomentType",
     "Rate",
     "Schedule",
     "StepRecord",
@@ -97,6 +98,9 @@ class ConstantSchedule:
         return self.constant
 
 
+MomentType = Literal["fp32", "bf16"]
+
+
 @dataclass(frozen=True)
 class Hyper:
     """Hyper-parameters that are constant over the run."""
@@ -110,6 +114,8 @@ class Hyper:
     beta2: float = 0.999
     eps: float = 1e-8
     sgd_momentum: float = 0.9
+    moments: tuple[MomentType, MomentType] = ("fp32", "fp32")
+    """Types of the values of Adam's exp_avg and exp_avg_sq, which are kept in fp32 tensors."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
     """none: bf16 and fp32 without --loss-scale; non-finite gradients are applied, as in Megatron."""
     initial_loss_scale: float = 1.0

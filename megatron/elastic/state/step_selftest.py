@@ -66,4 +66,9 @@ def differing(place: Place) -> tuple[str, ...]:
                 where.adam(states[0], states[1], states[2], where.bring(gradients), scalars)
         if not all(_same(a, place.to_host(b)) for a, b in zip(here, there, strict=True)) and name not in found:
             found.append(name)
+    moments = here[1].clone(), there[1].clone()
+    for where, values in zip((HOST, place), moments, strict=True):
+        where.keep_in_bf16(values)
+    if not found and not _same(moments[0], place.to_host(moments[1])):
+        found.append("rounding to bf16")
     return tuple(found)

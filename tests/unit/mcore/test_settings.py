@@ -44,6 +44,7 @@ def arguments(**more: Any) -> SimpleNamespace:
         "adam_beta2": 0.95,
         "adam_eps": 1e-8,
         "sgd_momentum": 0.9,
+        "elastic_moments": ("fp32", "bf16"),
         "initial_loss_scale": 2.0**32,
         "min_loss_scale": 1.0,
         "loss_scale_window": 1000,

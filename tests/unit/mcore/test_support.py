@@ -12,7 +12,7 @@ import pytest
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.args.combinations import fp8_faults, prediction_faults
+from megatron.elastic.mcore.args.combinations import precision_faults, prediction_faults
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -420,6 +420,6 @@ def test_fp8_with_scales_of_past_micro_batches_is_refused(recipe: str) -> None:
     ],
 )
 def test_what_does_not_hold_in_fp8_is_refused(given: dict[str, Any], platform: str, words: str) -> None:
-    assert not list(fp8_faults(plain(**FP8), "cuda"))
-    [fault] = fp8_faults(plain(**{**FP8, **given}), platform)
+    assert not list(precision_faults(plain(**FP8), "cuda"))
+    [fault] = precision_faults(plain(**{**FP8, **given}), platform)
     assert re.search(words, fault)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,6 +204,33 @@ def test_bf16_parameters_follow_the_masters_also_through_a_skip():
         model = {k: torch.zeros(pool.get(k).block.numel, dtype=torch.bfloat16) for k in KEYS}
         pool.apply(record, model=model)
         assert all(torch.equal(model[k], pool.get(k).master.bfloat16()) for k in KEYS)
+
+
+@pytest.mark.parametrize("moments", [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+def test_moments_kept_in_bf16_are_rounded_after_each_step(moments):
+    """The masters' step takes the moments before they are rounded, as Transformer Engine's Adam does."""
+    hyper = replace(HYPER, moments=moments)
+    (owner, record), (mirror, _) = filled(0, hyper), filled(1, hyper)
+    expected = {key: owner.get(key).state.clone() for key in KEYS}
+    for step in range(3):
+        key = GradientKey(step, 1)
+        retain_all(owner, key)
+        retain_all(mirror, key)
+        record = voted(owner, record, key)
+        plain, _ = filled(2)
+        for block, state in expected.items():
+            plain.put(block, state[0], step, state[1], state[2])
+        plain.records = {step: mirror.records[step]}
+        retain_all(plain, key)
+        for pool in (owner, mirror, plain):
+            pool.apply(record)
+        for block, state in expected.items():
+            state.copy_(plain.get(block).state)
+            for row, kind in zip(state[1:], moments, strict=True):
+                if kind == "bf16":
+                    row.copy_(row.bfloat16())
+    assert same(bits(owner), bits(mirror))
+    assert same(bits(owner), [expected[key].view(torch.int32) for key in KEYS])
 
 
 def test_sgd_replays_the_same_bits_too():

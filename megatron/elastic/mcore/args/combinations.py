@@ -9,8 +9,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["fp8_faults", "prediction_faults", "scales_at_once"]
+__all__ = ["precision_faults", "prediction_faults", "scales_at_once"]
 
 
 def scales_at_once(args: Namespace) -> bool:
@@ -18,8 +19,15 @@ def scales_at_once(args: Namespace) -> bool:
     return getattr(args, "fp8_recipe", None) in ("tensorwise", "blockwise", "mxfp8")
 
 
-def fp8_faults(args: Namespace, platform: str) -> Iterator[str]:
-    """Yield what does not hold in FP8, beside what is refused with any flags."""
+def precision_faults(args: Namespace, platform: str) -> Iterator[str]:
+    """Yield what does not hold with types that a run chooses for layers and for optimizer state."""
+    if getattr(args, "fp8", None) and scales_at_once(args):
+        yield from _fp8_faults(args, platform)
+    if getattr(args, "use_precision_aware_optimizer", False):
+        yield from moment_faults(args)
+
+
+def _fp8_faults(args: Namespace, platform: str) -> Iterator[str]:
     flag = f"--fp8-format {args.fp8}"
     if platform != "cuda":
         yield f"{flag} needs Transformer Engine on a GPU: leave it out here"

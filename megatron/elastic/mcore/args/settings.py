@@ -107,6 +107,7 @@ def engine_settings(
         beta2=args.adam_beta2,
         eps=args.adam_eps,
         sgd_momentum=args.sgd_momentum,
+        moments=args.elastic_moments,
         scaler=scaler,
         initial_loss_scale={"none": 1.0, "constant": args.loss_scale, "dynamic": args.initial_loss_scale}[scaler],
         min_loss_scale=float(args.min_loss_scale),

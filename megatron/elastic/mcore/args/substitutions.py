@@ -225,6 +225,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
     _unused("grad_reduce_in_bf16", "--grad-reduce-in-bf16",
             "gradients are summed in fp32, as without this flag: exact sums, twice the bytes"),
+    Rule("main_grads_dtype", "--main-grads-dtype", (_STEP,), _is("bf16"), "fp32", _LEAVE_OUT,
+        "gradients are summed in fp32: exact sums, twice the bytes"),
     _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),
     Rule("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
         lambda value: value is not None and value > 1, 1, _LEAVE_OUT,

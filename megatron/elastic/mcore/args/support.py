@@ -151,8 +151,8 @@ FEATURES: tuple[Feature, ...] = (
             f"does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
     Feature("low-precision optimizer state", ("--use-precision-aware-optimizer", "--main-params-dtype",
                                               "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
-            _any("use_precision_aware_optimizer"), "refused", "refused",
-            "needs Transformer Engine's optimizer: leave it out (state is fp32)"),
+            _any("use_precision_aware_optimizer"), "refused", "works",
+            "with --elastic moments in bf16 or fp32, in memory for fp32; gradients and masters are fp32"),
     Feature("checkpoints of FSDP and older formats", ("--ckpt-format",),
             _other_than("ckpt_format", "torch_dist", "torch"), "works", "refused", "use --ckpt-format torch_dist"),
     Feature("node-local checkpoints", ("--non-persistent-ckpt-type",),
@@ -228,8 +228,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _policy_faults(args, config)
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
-        if getattr(args, "fp8", None) and combinations.scales_at_once(args):
-            yield from combinations.fp8_faults(args, platform)
+        yield from combinations.precision_faults(args, platform)
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)
