@@ -40,7 +40,7 @@ REDUCTIONS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.
 
 
 @dataclass(frozen=True, eq=False)
-class _Message:
+class _Transfer:
     """A send or a receive; ``peer`` is a vendor rank."""
 
     tensor: torch.Tensor
@@ -74,7 +74,7 @@ class HcclCommunicator(VendorCommunicator):
         self._device = device
         self._met: set[int] = set()
         """Members that a message was exchanged with."""
-        self._batch: list[_Message] | None = None
+        self._batch: list[_Transfer] | None = None
         """The messages of a batch; None outside of one."""
         self.backend: Any = None
 
@@ -144,7 +144,7 @@ class HcclCommunicator(VendorCommunicator):
         for wait in [self._begun(one) for one in self._in_order(batch)]:
             wait()
 
-    def _in_order(self, batch: Sequence[_Message]) -> list[_Message]:
+    def _in_order(self, batch: Sequence[_Transfer]) -> list[_Transfer]:
         if self._rank not in self.order:  # another thread has given the group up
             raise VendorError("HCCL: the group was stopped")
         own = self.order.index(self._rank)
@@ -166,18 +166,18 @@ class HcclCommunicator(VendorCommunicator):
         _issue(self.backend, "broadcast", [tensor], options).wait()
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._exchange(_Message(tensor, to, sends=True))
+        self._exchange(_Transfer(tensor, to, sends=True))
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
-        self._exchange(_Message(tensor, source, sends=False))
+        self._exchange(_Transfer(tensor, source, sends=False))
 
-    def _exchange(self, message: _Message) -> None:
+    def _exchange(self, message: _Transfer) -> None:
         if self._batch is None:
             self._begun(message)()
         else:
             self._batch.append(message)
 
-    def _begun(self, message: _Message) -> Callable[[], object]:
+    def _begun(self, message: _Transfer) -> Callable[[], object]:
         """Issue a message, and return what has the current stream wait for it."""
         tensor, peer, name = message.tensor, message.peer, "send" if message.sends else "recv"
         if peer in self._met:

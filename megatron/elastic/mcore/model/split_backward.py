@@ -116,14 +116,16 @@ def _splittable(original: Callable[..., torch.Tensor], switch: SplitLinears) -> 
             return original(input, weight, *args, **kwargs)
         collective = bool(kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"])
         group = kwargs.get("tp_group") or (parallel_state.get_tensor_model_parallel_group() if collective else None)
-        settings = _Settings(switch, weight, bool(kwargs["allreduce_dgrad"]), bool(kwargs["sequence_parallel"]), group)
+        settings = _LinearSettings(
+            switch, weight, bool(kwargs["allreduce_dgrad"]), bool(kwargs["sequence_parallel"]), group
+        )
         return _SplitLinear.apply(input, weight, kwargs["bias"], settings)  # type: ignore[no-any-return, no-untyped-call]
 
     return forward
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _LinearSettings:
     switch: SplitLinears
     weight: torch.nn.Parameter
     """The parameter itself: autograd may unpack another object."""
@@ -137,7 +139,7 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _LinearSettings
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.settings, ctx.has_bias = settings, bias is not None
@@ -148,7 +150,7 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         source, weight = ctx.saved_tensors
-        settings: _Settings = ctx.settings
+        settings: _LinearSettings = ctx.settings
         flat = _flat(gradient.contiguous())
         result = gradient.matmul(weight)
         work: dist.Work | None = None
