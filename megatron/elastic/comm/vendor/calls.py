@@ -1,9 +1,9 @@
 """Calls of a vendor's library that may not return: each runs in a thread of its own, which its caller can leave.
 
 A call that connects members returns when all of them have come, so a member that dies holds it up. No library ends such
-a call from outside: NCCL aborts only a communicator whose calls do not block, and that one starts a thread for each
-operation, as it does for each group call in ``src/group.cc``; HCCL waits for ``HCCL_CONNECT_TIMEOUT``. So a caller
-whose generation is over goes on at once and leaves the thread behind (:func:`connected`).
+a call from outside. NCCL aborts only a communicator whose calls do not block, which starts a thread for each operation
+(``src/group.cc``). HCCL waits for ``HCCL_CONNECT_TIMEOUT``. So a caller whose generation is over goes on at once and
+leaves the thread behind (:func:`connected`).
 
 Invariant: what such a thread uses or makes is used by no other thread. It gives that back itself, should the library
 return.
