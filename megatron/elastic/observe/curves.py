@@ -1,8 +1,8 @@
 """The points of curves that are worth writing, for logs in which every point costs time.
 
 Idea: a value that stays the same is a straight line between its first point and its last one. It is written again right
-before it changes, so that the curve has a step there. It is also written once in :data:`LONGEST` steps, so that a reader
-of the log sees that it goes on.
+before it changes, so that the curve has a step there. It is also written once in :data:`LONGEST` steps, so that a
+reader of the log sees that it goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Substitutes for torch.cuda on a CPU answer truly: there is one device, the host, with the host's memory and generator."""
+"""Substitutes for torch.cuda on a CPU answer truly: one device, the host, with the host's memory and generator."""
 
 from __future__ import annotations
 
