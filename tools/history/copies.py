@@ -180,7 +180,8 @@ def _check_lost_state(own: Sequence[Line], records: Sequence[Line], found: Verdi
             report = line
         if line.kind != "lost_state" or report is None or report.fields["admitted"]:
             continue
-        basis = max((one for one in records if one.step == line.step), key=lambda one: one.generation, default=None)
+        known = (one for one in records if one.step == line.step and one.generation <= line.generation)
+        basis = max(known, key=lambda one: one.generation, default=None)  # a job begun anew may commit it again
         complete = _keys(report.fields["gradients"])
         for *block, version, held in line.fields["held"]:
             keys = _keys(held)

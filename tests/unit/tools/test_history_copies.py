@@ -161,6 +161,7 @@ def test_state_is_lost_only_if_no_survivor_has_a_copy_that_can_go_on(
     logs.vote(0, 2, gradient=KEY)
     logs.report(0, **{"gradients": [], **report})
     logs.say(0, "lost_state", step=2, blocks=2, held=[[0, 0, 1, *copy]])
+    logs.vote(0, 2, generation=5, gradient=[1, 5, 0])  # the job has begun anew
     assert logs.found() == ["every copy counts"] * broken
 
 
