@@ -15,87 +15,33 @@ all ended        each incarnation ended on purpose, was told lost, or has a succ
 state kept       state is not lost with no more losses than the job said it survives
 one fingerprint  (exact mode) gradient norms have the same bits whenever a step is computed
 
-A step's facts are its samples, its ledger and its norm. A job that goes back to a checkpoint begins a new segment:
-the steps that are computed again must have the same samples and ledgers.
+The rules of copies are in :mod:`copies`. A step's facts are its samples, its ledger and its norm. A job that goes back
+to a checkpoint begins a new segment: the steps that are computed again must have the same samples and ledgers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from tools.history.copies import check_copies
 from tools.history.lines import Life, Line
+from tools.history.verdict import Rules, Verdict, facts_of
 
-__all__ = ["Rules", "Verdict", "Violation", "compare", "facts_of", "judge"]
+__all__ = ["Rules", "Verdict", "compare", "judge"]
 
 BASES = ("start", "load", "decision", "join")
 ANEW = ("start", "load")
 ACTS = ("record", "phases")
 _CALM = (0, 3)
 """Exit statuses of ranks that came to the end of the training, or were drained."""
+_DEFAULT = Rules()
 LOST_STATE = re.compile(r"state of step \d+ is lost")
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The rules that depend on the job."""
-
-    exact: bool = False
-    """``--elastic-exact``."""
-    state_mode: bool = False
-    """``--elastic-snapshot state``: a loss may take survivors back by one step."""
-    running: bool = False
-    """The job has not ended yet."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A broken rule, and the lines that show it."""
-
-    rule: str
-    text: str
-    lines: tuple[Line, ...]
-
-    def __str__(self) -> str:
-        places = ", ".join(map(str, self.lines[:6])) + (", ..." if len(self.lines) > 6 else "")
-        return f"{self.rule}: {self.text} ({places})"
-
-
-@dataclass
-class Verdict:
-    """The outcome for one launch."""
-
-    violations: list[Violation] = field(default_factory=list)
-    facts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """Step → samples, ledger, norm, skipped of its newest commit."""
-    generations: int = 0
-    lives: int = 0
-    losses: int = 0
-    replaced: int = 0
-    """Records of votes that only lost ranks knew, and that another took the place of."""
-    computed_again: int = 0
-    """Steps that were committed before the job went back to a checkpoint."""
-    left_out: int = 0
-    """Samples that a policy left out and said so."""
-    unended: list[str] = field(default_factory=list)
-    """Incarnations without an end, of a job that was given up or whose last record they hold: killed last, or hung."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the facts of all steps."""
-        text = "\n".join(f"{step} {self.facts[step]!r}" for step in sorted(self.facts))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    def add(self, rule: str, text: str, *lines: Line) -> None:
-        """Note a violation."""
-        self.violations.append(Violation(rule, text, lines))
-
-
-def judge(lines: Sequence[Line], rules: Rules = Rules()) -> Verdict:
+def judge(lines: Sequence[Line], rules: Rules = _DEFAULT) -> Verdict:
     """Judge one launch: lines of a rank in the order written."""
     found = Verdict()
     lives: dict[Life, list[Line]] = defaultdict(list)
@@ -113,15 +59,10 @@ def judge(lines: Sequence[Line], rules: Rules = Rules()) -> Verdict:
     chain.follow()
     _check_reported(lines, chain, found)
     _check_promises(lines, lives, found)
+    check_copies(lines, lives, found)
     if not rules.running:
         _check_ends(lives, lost, chain.last, found)
     return found
-
-
-def facts_of(line: Line) -> tuple[Any, ...]:
-    """Return samples, ledger, norm and skip of a vote."""
-    said = line.fields
-    return (*said["samples"], said["ledger"], repr(said["grad_norm"]), bool(said["skipped"]))
 
 
 # -- generations -------------------------------------------------------------------

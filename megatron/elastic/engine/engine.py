@@ -174,7 +174,15 @@ class Engine:
         at.listener.stepped(
             at.record,
             at.view,
-            Stepped(address, seconds, at.timer.finish(), self.attempts, self.computed, self.state_bytes),
+            Stepped(
+                address,
+                seconds,
+                at.timer.finish(),
+                self.attempts,
+                self.computed,
+                self.state_bytes,
+                at.tools.pool.notes.take_applied(),
+            ),
         )
         return self._step_commit.result()
 

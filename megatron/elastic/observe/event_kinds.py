@@ -18,6 +18,7 @@ __all__ = [
     "ExpertsEvent",
     "GenerationEvent",
     "LogEvent",
+    "LostStateEvent",
     "MigrationEvent",
     "PhasesEvent",
     "PlanEvent",
@@ -26,6 +27,7 @@ __all__ = [
     "ReadyEvent",
     "RecordEvent",
     "RecoveryEvent",
+    "ReportEvent",
     "SlowRankEvent",
     "StepEvent",
     "SubstitutionEvent",
@@ -74,7 +76,7 @@ class BeginEvent(LogEvent):
 class RecordEvent(LogEvent):
     """The record that a rank holds as its newest from here on. Written before the rank acts on it.
 
-    ``tools/history`` judges a run by these lines alone, with those of losses and ends.
+    ``tools/history`` judges a run by these lines, with those of copies, losses and ends.
     """
 
     kind: ClassVar[str] = "record"
@@ -95,6 +97,62 @@ class RecordEvent(LogEvent):
     skipped: bool = False
     members: tuple[int, ...] = ()
     """Of the generation; empty with a vote."""
+    placement: str = ""
+    """Digest of the configuration in force from here on: the one that the vote named, or the decision went on with."""
+    homes: tuple[tuple[int, ...], ...] = ()
+    """Sets of ranks of which each holds all copies of some block, by the configuration that the vote named. In the
+    first vote of this incarnation that names it, else empty."""
+    oldest: int | None = None
+    """Lowest version of this rank's copies when it joined the vote; -1 without copies, None without a vote."""
+    retained: int = 0
+    """Most gradients that one copy retained since the vote before."""
+    coming: bool | None = None
+    """While missing copies are made: whether this rank could say, before it shipped, that its part will be there before
+    the vote. None: none are made, or an earlier vote has agreed on them."""
+    short: int = 0
+    """Blocks that lack mirrors by the configuration that the vote named; counted only where ``coming`` is not None."""
+    resolution: str = ""
+    """With a decision: 'roll_forward', 'revote' or 'rerun'."""
+    again: tuple[int, int, int] | None = None
+    """The gradients on which a 'revote' takes the vote again."""
+
+
+@dataclass(frozen=True)
+class ReportEvent(LogEvent):
+    """The copies, gradients and statistics that a rank reports after a loss. Written before it reports them.
+
+    The line's generation is the one that the rank leaves.
+    """
+
+    kind: ClassVar[str] = "report"
+    step: int
+    """Version of the newest record that it knows."""
+    oldest: int
+    """Lowest and highest version of its copies; -1 without copies."""
+    newest: int
+    gradients: tuple[tuple[int, int, int], ...]
+    """Complete: each copy that needs a gradient of this key retains it."""
+    rows: tuple[tuple[int, int, int, int, int], ...]
+    """(step, generation, attempt, first, end): rows of the batch whose statistics it knows, by key."""
+    voting: str
+    """Digest of the configuration that the vote under way is to name."""
+    torn: int = 0
+    """Copies whose update was interrupted."""
+    admitted: bool = False
+    """It has not voted since it was let in, so its copies do not count."""
+
+
+@dataclass(frozen=True)
+class LostStateEvent(LogEvent):
+    """State is lost as the reports say, and the copies of it that this rank holds all the same."""
+
+    kind: ClassVar[str] = "lost_state"
+    step: int
+    """The newest version that a report names."""
+    blocks: int
+    """Number of blocks without a copy that could go on."""
+    held: tuple[tuple[int, int, int, int, tuple[tuple[int, int, int], ...]], ...] = ()
+    """(unit, shard, number, version, keys of retained gradients) of each copy of these blocks here."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +216,8 @@ class PhasesEvent(LogEvent):
     nanoseconds: dict[str, int]
     state_bytes: int = 0
     """Bytes of optimizer state this rank had received from others by then, since it came."""
+    applied: tuple[tuple[int, int, int, int], ...] = ()
+    """(version, step, generation, attempt): gradients that copies were updated by since the line before, by version."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +311,10 @@ class ToleranceEvent(LogEvent):
     """Blocks that lack copies."""
     text: str = ""
     """As in the log."""
+    placement: str = ""
+    """Digest of the configuration whose copies it counts."""
+    homes: tuple[tuple[int, ...], ...] = ()
+    """Sets of ranks of which each holds all copies of some block."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +415,8 @@ EVENT_KINDS: Mapping[str, type[LogEvent]] = {
         BeginEvent,
         RecordEvent,
         EndEvent,
+        ReportEvent,
+        LostStateEvent,
         GenerationEvent,
         RankLostEvent,
         PlanEvent,

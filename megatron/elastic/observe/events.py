@@ -86,6 +86,7 @@ class EventLog:
         self.generation = 0
         self._file: int | None = None
         self._held: tuple[LogEvent, float, int] | None = None
+        self._told: set[str] = set()
         if directory is None:
             return
         path = Path(directory)
@@ -103,6 +104,12 @@ class EventLog:
     def enabled(self) -> bool:
         """False when nothing would be written: lets a caller skip gathering what it would say."""
         return self._file is not None
+
+    def is_new(self, name: str) -> bool:
+        """Return whether ``name`` is asked for the first time: lets a caller tell once what it names."""
+        known = name in self._told
+        self._told.add(name)
+        return not known
 
     def hold(self, event: LogEvent) -> None:
         """Keep what another rank is to write; should that one die first, :meth:`write_held` says it."""

@@ -28,10 +28,11 @@ from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
+from megatron.elastic.engine.generation.report import Report
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome
+from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome, StateLost
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Listener, Stepped, Voted
@@ -59,11 +60,13 @@ from megatron.elastic.runtime.telemetry import (
     write_certificate,
     write_clock,
     write_experts,
+    write_lost_state,
     write_migration,
     write_protection,
     write_record,
     write_recut,
     write_rehoming,
+    write_report,
     write_speeds,
     write_step,
 )
@@ -73,6 +76,7 @@ from megatron.elastic.state.layout import UnitLayout, UnitShard
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.place import HOST
 from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.protocol import Resolution
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.relocation import Relocation
 
@@ -383,8 +387,21 @@ class _EventWriter(Listener):
     tolerances: Tolerances
     publisher: Publisher
 
-    def recorded(self, record: StepRecord, view: View, source: str, voted: Voted | None = None) -> None:
-        write_record(self.events, record, view, source, voted)
+    def recorded(
+        self,
+        record: StepRecord,
+        view: View,
+        source: str,
+        voted: Voted | None = None,
+        resolution: Resolution | None = None,
+    ) -> None:
+        write_record(self.events, record, view, source, voted, resolution)
+
+    def reporting(self, report: Report) -> None:
+        write_report(self.events, report)
+
+    def lost(self, lost: StateLost, pool: StatePool) -> None:
+        write_lost_state(self.events, lost, pool)
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         write_step(self.events, self.timeline, record, view, step)

@@ -6,12 +6,14 @@ Every rank writes its own events; the lowest living rank prints the lines.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.engine.generation.repartition import Recut
+from megatron.elastic.engine.generation.report import Report
 from megatron.elastic.engine.generation.shape import GridShape
 from megatron.elastic.engine.generation.view import View
-from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.listener import Stepped, Voted
 from megatron.elastic.engine.transaction.protection import Protected
@@ -21,6 +23,7 @@ from megatron.elastic.observe.event_kinds import (
     ClockEvent,
     ExpertsEvent,
     GenerationEvent,
+    LostStateEvent,
     MigrationEvent,
     PhasesEvent,
     PlanEvent,
@@ -28,6 +31,7 @@ from megatron.elastic.observe.event_kinds import (
     RankLostEvent,
     RecordEvent,
     RecoveryEvent,
+    ReportEvent,
     SlowRankEvent,
     StepEvent,
     TraceEvent,
@@ -38,18 +42,22 @@ from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
 from megatron.elastic.platform.frequency import Applied
 from megatron.elastic.state.expert_load import SPAN, ExpertLoad
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.protocol import Resolution
 from megatron.elastic.state.record import StepRecord
 
 __all__ = [
     "write_certificate",
     "write_clock",
     "write_experts",
+    "write_lost_state",
     "write_migration",
     "write_protection",
     "write_record",
     "write_recovery",
     "write_recut",
     "write_rehoming",
+    "write_report",
     "write_speeds",
     "write_step",
 ]
@@ -57,12 +65,20 @@ __all__ = [
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
 
-def write_record(events: EventLog, record: StepRecord, view: View, source: str, voted: Voted | None) -> None:
+def write_record(
+    events: EventLog,
+    record: StepRecord,
+    view: View,
+    source: str,
+    voted: Voted | None = None,
+    resolution: Resolution | None = None,
+) -> None:
     """Record that ``record`` is this rank's newest in the generation of ``view``, to which later lines belong."""
     if not events.enabled:
         return
     events.generation = view.generation
     address, key = None if voted is None else voted.address, record.gradient
+    again = None if resolution is None or resolution.kind != "revote" else resolution.gradient_key
     events.write(
         RecordEvent(
             step=record.version,
@@ -75,8 +91,65 @@ def write_record(events: EventLog, record: StepRecord, view: View, source: str, 
             grad_norm=record.grad_norm,
             skipped=record.skipped,
             members=() if voted is not None else view.living,
+            placement=(view.configuration if voted is None else voted.named).digest,
+            homes=() if voted is None or not events.is_new(voted.named.digest) else voted.named.placement.homes,
+            oldest=None if voted is None else voted.oldest,
+            retained=0 if voted is None else voted.retained,
+            coming=None if voted is None else voted.coming,
+            short=0 if voted is None else voted.short,
+            resolution="" if resolution is None else resolution.kind,
+            again=None if again is None else (again.step, again.generation, again.attempt),
         )
     )
+
+
+def write_report(events: EventLog, report: Report) -> None:
+    """Record what this rank is about to report."""
+    if not events.enabled:
+        return
+    held = report.holdings
+    rows = [(*key, *span) for key, spans in held.statistics for span in _joined(spans)]
+    events.write(
+        ReportEvent(
+            step=max((record.version for record in held.records), default=-1),
+            oldest=held.oldest,
+            newest=held.newest,
+            gradients=tuple((key.step, key.generation, key.attempt) for key in held.gradients),
+            rows=tuple(rows),
+            voting=report.voting,
+            torn=len(held.torn),
+            admitted=report.admitted > 0,
+        )
+    )
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the same rows as ascending ``spans``, those that adjoin as one."""
+    begun: tuple[int, int] | None = None
+    for start, stop in spans:
+        if begun is not None and start <= begun[1]:
+            begun = (begun[0], max(begun[1], stop))
+            continue
+        if begun is not None:
+            yield begun
+        begun = (start, stop)
+    if begun is not None:
+        yield begun
+
+
+def write_lost_state(events: EventLog, lost: StateLost, pool: StatePool) -> None:
+    """Record that state is lost, and the copies of lost blocks in ``pool``, which should be none that could go on."""
+    copies = [pool.get(key) for key in lost.blocks if key in pool]
+    held = [
+        (
+            *copy.block.key,
+            copy.version,
+            tuple((key.step, key.generation, key.attempt) for key in sorted(copy.gradients)),
+        )
+        for copy in copies
+        if copy.counted and copy.version >= 0
+    ]
+    events.write(LostStateEvent(lost.version, len(lost.blocks), tuple(held)))
 
 
 def write_recovery(
@@ -170,7 +243,7 @@ def write_step(events: EventLog, timeline: Timeline, record: StepRecord, view: V
     """Record one committed step: its times on every rank, the rest on the lowest living rank."""
     if not events.enabled:
         return
-    events.write(PhasesEvent(record.version, dict(stepped.phases), stepped.state_bytes))
+    events.write(PhasesEvent(record.version, dict(stepped.phases), stepped.state_bytes, stepped.applied))
     if timeline.enabled:
         spans, work = timeline.take()
         events.write(TraceEvent(step=record.version, phases=spans, work=work))

@@ -47,7 +47,7 @@ class Tolerances:
             print(text, flush=True)
             ranks, nodes = found.levels[:2]
             self._announce(text, Protection(ranks.any, nodes.any, found.short, found.blocks))
-            self._log.write(_event(found, present[1], step, text))
+            self._log.write(_event(found, view, step, text))
 
     def _is_seen(self, placement: Placement, domains: FailureDomains) -> bool:
         return self._seen is not None and self._seen[0] is placement and self._seen[1] is domains
@@ -83,7 +83,16 @@ def _fatal(level: Level, kind: str, domains: FailureDomains) -> str:
     return f"{text}{' together' * (len(first) > 1)} ({len(level.fatal)} of {level.possible} {unit})"
 
 
-def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> ToleranceEvent:
+def _event(found: Tolerance, view: View, step: int, text: str) -> ToleranceEvent:
     ranks, nodes, *wider = found.levels
-    named = tuple(tuple(domains.names[node] for node in one) for one in nodes.fatal)
-    return ToleranceEvent(step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text)
+    return ToleranceEvent(
+        step=step,
+        ranks=ranks.any,
+        nodes=nodes.any,
+        racks=tuple(level.any for level in wider),
+        fatal_nodes=tuple(tuple(view.domains.names[node] for node in one) for one in nodes.fatal),
+        short=found.short,
+        text=text,
+        placement=view.configuration.digest,
+        homes=view.placement.homes,
+    )

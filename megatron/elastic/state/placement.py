@@ -19,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Literal
 
@@ -111,6 +112,11 @@ class Placement:
     """Owner and mirrors of every block of the job."""
 
     copies: Mapping[BlockKey, Copies]
+
+    @cached_property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks of which each holds all copies of some block; ascending, without repetition."""
+        return tuple(sorted({tuple(sorted(ranks)) for ranks in {copies.ranks for copies in self.copies.values()}}))
 
     def owner(self, key: BlockKey) -> int:
         """Return the rank that updates the block and contributes it to all-gathers."""

@@ -30,6 +30,7 @@ from megatron.elastic.state.adam import AdamScalars, SgdScalars, sum_of_squares
 from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Part
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.notes import Notes
 from megatron.elastic.state.place import HOST, BlockStore, Place, Staged, StagedTensor, read_together
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
@@ -67,6 +68,7 @@ class StatePool:
         self.hyper = hyper
         self.snapshot = snapshot
         self.records: dict[int, StepRecord] = {}
+        self.notes = Notes()
         self._layouts = dict(layouts)
         self._copies: dict[BlockKey, BlockCopy] = {}
         self._guards: list[Guard] = []
@@ -154,6 +156,10 @@ class StatePool:
         """Iterate over all held blocks, ascending, including those being added."""
         return iter(sorted(self._copies))
 
+    def oldest(self) -> int:
+        """Return the lowest version of the copies that count; :data:`NOTHING` without any."""
+        return min((copy.version for copy in self._copies.values() if copy.counted), default=NOTHING)
+
     def bytes_held(self) -> int:
         """Return the bytes of states, of previous states (``state`` mode) and of gradient buffers."""
         copies = self._copies.values()
@@ -219,6 +225,7 @@ class StatePool:
         if staged is not None:
             copy.staged[gradient] = staged
         copy.gradients[gradient] = values
+        self.notes.retained(len(copy.gradients))
         for watcher in self._watchers:
             watcher(copy, gradient)
 
@@ -261,11 +268,14 @@ class StatePool:
         gradient that the record names; copies earlier in the order are then already updated.
         """
         self.remember(record)
-        moved = []
+        moved, last = [], None
         for key in sorted(self._copies if keys is None else keys):
             copy = self.get(key)
             if copy.version < record.version:
-                self._step(copy, record, None if model is None else model.get(key))
+                gradient = self._step(copy, record, None if model is None else model.get(key))
+                if gradient is not None and gradient is not last:  # one key for all, as a rule
+                    self.notes.applied(record.version, gradient)
+                    last = gradient
                 moved.append(key)
         return tuple(moved)
 
@@ -316,23 +326,26 @@ class StatePool:
         for version in [v for v in self.records if v < record.version - 1]:
             del self.records[version]
 
-    def _step(self, copy: BlockCopy, record: StepRecord, model: torch.Tensor | None) -> None:
+    @staticmethod
+    def _leading_to(copy: BlockCopy, record: StepRecord) -> GradientKey | None:
+        """Return the key of the retained gradient that brings ``copy`` to ``record``; None if there is none."""
+        return record.gradient if record.gradient in copy.gradients else None
+
+    def _step(self, copy: BlockCopy, record: StepRecord, model: torch.Tensor | None) -> GradientKey | None:
+        """Bring ``copy`` to ``record``; return the key of the gradient that it was updated by, if any."""
         name = f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
         if copy.version != record.version - 1:
             raise StateError(f"{name} cannot reach version {record.version}")
-        gradient = copy.gradients.get(record.gradient) if record.gradient else None
+        gradient = None if record.skipped else self._leading_to(copy, record)
         if gradient is None and not record.skipped:
             raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
         with self._guarded(copy, record):
             self._keep_previous(copy)
-            copy.lineage = next_lineage(
-                copy.lineage,
-                "" if record.skipped or record.gradient is None else copy.gradient_hash(record.gradient),
-                record.digest,
-            )
-            if gradient is not None and not record.skipped:
+            content = "" if gradient is None else copy.gradient_hash(gradient)
+            copy.lineage = next_lineage(copy.lineage, content, record.digest)
+            if gradient is not None:
                 copy.version = TORN
-                here = self._brought(copy, record.gradient)
+                here = self._brought(copy, gradient)
                 for run in copy.runs:
                     self._update(copy, run, here, record, model)
             elif model is not None:
@@ -340,10 +353,10 @@ class StatePool:
             copy.version = record.version
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)
+        return gradient
 
-    def _brought(self, copy: BlockCopy, gradient: GradientKey | None) -> torch.Tensor:
+    def _brought(self, copy: BlockCopy, gradient: GradientKey) -> torch.Tensor:
         """Return a retained gradient in the place of its copy, which may have moved since it came."""
-        assert gradient is not None, "only a skipped step has none"
         return copy.place.bring(copy.gradients[gradient] if copy.place.on_device else copy.host_gradient(gradient))
 
     def _update(

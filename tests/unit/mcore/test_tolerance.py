@@ -62,11 +62,14 @@ def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path,
     other = Tolerances(1, 1, log, announce, False)
     for step, placement in enumerate((both, both, same, fewer, both), 1):
         for rank in (lowest, other):
-            rank.look(SimpleNamespace(living=(0, 1, 2), placement=placement, domains=domains), step)  # type: ignore[arg-type]
+            named = SimpleNamespace(digest=placement.digest())
+            view = SimpleNamespace(living=(0, 1, 2), placement=placement, domains=domains, configuration=named)
+            rank.look(view, step)  # type: ignore[arg-type]
     printed = capsys.readouterr().out.splitlines()
     assert printed == heard and len(heard) == 3
     assert "lack copies" in heard[1] and heard[0] == heard[2]
     assert numbers == [Protection(1, 1, 0, 2), Protection(0, 0, 1, 2), Protection(1, 1, 0, 2)]
     events = [record.event for record in read_events(tmp_path)]
     assert [event.text for event in events if isinstance(event, ToleranceEvent)] == heard
-    assert events[0] == ToleranceEvent(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])
+    fatal = (("a", "b"), ("b", "c"))
+    assert events[0] == ToleranceEvent(1, 1, 1, (), fatal, 0, heard[0], both.digest(), ((0, 1), (1, 2)))

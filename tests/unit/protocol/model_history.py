@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.unit.protocol.protocol_explore import done
 from tests.unit.protocol.protocol_model import Model
-from tests.unit.protocol.protocol_state import ATTEMPTS, Chain, Rank, Setting, State, initial_state
+from tests.unit.protocol.protocol_state import ATTEMPTS, Chain, Layout, Rank, Setting, State, initial_state
 from tools.history.judge import Rules, Verdict, compare, judge
 from tools.history.lines import Life, Line
 
@@ -53,6 +53,20 @@ class _Log:
     """Rank → whether the parameters that it gathered last were right."""
     told: set[int] = field(default_factory=set)
     """Ranks whose loss was told."""
+    promised: tuple[Any, ...] = ()
+    named: set[tuple[int, Layout]] = field(default_factory=set)
+    """(rank, placement) of votes so far."""
+    joined: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Rank → facts of its copies when it joined the vote last."""
+    retained: dict[int, int] = field(default_factory=dict)
+    """Rank → most gradients of one block since it joined a vote."""
+    applied: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+    """Rank → (version, step, generation, attempt): updates of its copies since the step before."""
+
+    def __post_init__(self) -> None:
+        self.model = Unclaimed(self.setting)
+        ranks = range(self.setting.ranks)
+        self.retained, self.applied = dict.fromkeys(ranks, 0), {rank: set() for rank in ranks}
 
     def say(self, rank: int, kind: str, generation: int, **fields: Any) -> None:
         now = len(self.lines) + 1
@@ -77,12 +91,17 @@ class _Log:
             self.say(rank, "begin", 0, run="model", clock="one")
             self.read_by[rank] = True
         for rank in ranks:
-            self.record(rank, "start", 1, (), members=ranks)
-        self.say(0, "tolerance", 1, step=0, ranks=self.setting.mirrors)
+            self.record(rank, "start", 1, (), members=ranks, placement=repr(state.ranks[rank].stands))
+        self._promise(0, state.ranks[0])
 
     def change(self, before: State, state: State) -> None:
         """The lines of all ranks between two states."""
+        if state.decided > before.decided:
+            for r, rank in enumerate(state.ranks):
+                if rank.alive:
+                    self._report(r, rank, state)
         for r, (old, new) in enumerate(zip(before.ranks, state.ranks, strict=True)):
+            self._note(r, old, new, state)
             if new.generation > old.generation:
                 self._adopt(r, new, state)
             elif len(new.chain) > len(old.chain):
@@ -92,7 +111,11 @@ class _Log:
 
     def _adopt(self, r: int, rank: Rank, state: State) -> None:
         members = sorted(state.decision.members)
-        self.record(r, "decision", rank.generation, rank.chain, members=members)
+        decision, step = state.decision, len(rank.chain)
+        again = [step, *divmod(decision.key, ATTEMPTS)] if decision.kind == "revote" else None
+        gradient = [step - 1, *divmod(rank.chain[-1], ATTEMPTS)] if step else None
+        chosen = {"resolution": decision.kind, "again": again, "gradient": gradient, "placement": repr(rank.stands)}
+        self.record(r, "decision", rank.generation, rank.chain, members=members, **chosen)
         lost = [other for other, one in enumerate(state.ranks) if not one.alive and other not in members]
         for other in lost:
             self.say(r, "loss", rank.generation, lost_rank=other, lost_incarnation=0, step=len(rank.chain))
@@ -105,7 +128,9 @@ class _Log:
     def _vote(self, r: int, old: Rank, new: Rank, state: State) -> None:
         step, key = len(new.chain), new.chain[-1]
         right = all(self.read_by[m] for m in state.decision.members if m < self.setting.computing)
-        facts = self._facts(step, right)
+        facts = {**self._facts(step, right), **self.joined.pop(r), "placement": repr(new.layout)}
+        facts["homes"] = [] if (r, new.layout) in self.named else _homes(new.layout)
+        self.named.add((r, new.layout))
         gradient = [step - 1, *divmod(key, ATTEMPTS)]
         self.record(r, "vote", new.generation, new.chain, before=repr(old.chain), gradient=gradient, **facts)
 
@@ -116,12 +141,77 @@ class _Log:
         torn = any(b in state.ranks[owner].torn for b, (owner, *_) in enumerate(rank.stands))
         right = not refused and not torn and all(len(chain) >= step for chain in chains)
         self.read_by[r] = right
-        self.say(r, "phases", rank.generation, step=step)
+        self.say(r, "phases", rank.generation, step=step, applied=sorted(self.applied[r]))
+        self.applied[r] = set()
+        if r == min(m for m in state.decision.members if state.ranks[m].alive):
+            self._promise(r, rank)
         vote = [line for line in self.lines if line.kind == "record" and line.source == "vote" and line.step == step]
         if vote and r == min(m for m in state.decision.members if state.ranks[m].alive):
             said = vote[-1].fields
             told = {name: said[name] for name in ("samples", "ledger", "grad_norm", "skipped")}
             self.say(r, "step", rank.generation, step=step, **told)
+
+    def _note(self, r: int, old: Rank, new: Rank, state: State) -> None:
+        """Facts of a rank's copies, as the engine notes them where they happen."""
+        most = max((sum(g[0] == b for g in new.gradients) for b in range(self.setting.computing)), default=0)
+        self.retained[r] = max(self.retained[r], most)
+        before = dict(old.copies)
+        for block, chain in new.copies:
+            if block in before and len(chain) == len(before[block]) + 1:
+                self.applied[r].add((len(chain), len(chain) - 1, *divmod(chain[-1], ATTEMPTS)))
+        if old.phase == "S" and new.phase == "V":
+            self.joined[r] = self._joined(r, new, state)
+            self.retained[r] = 0
+
+    def _joined(self, r: int, rank: Rank, state: State) -> dict[str, Any]:
+        """Facts of a rank that joins a vote: of the copies that the vote names, and of those that are missing."""
+        decision, named = state.decision, rank.voted_for
+        oldest = min((len(chain) for b, chain in rank.copies if r in rank.names[b]), default=-1)
+        due = min(self.setting.mirrors + 1, len(decision.members))
+        short = sum(len(ranks) < due for ranks in named)
+        made = self.setting.replenish and decision.wanted != decision.base and rank.generation == state.decided
+        first = rank.key // ATTEMPTS == rank.generation and rank.step == decision.first
+        return {
+            "oldest": oldest,
+            "retained": self.retained[r],
+            "coming": decision.fits if made and first else None,
+            "short": short if made and first else 0,
+        }
+
+    def _report(self, r: int, rank: Rank, state: State) -> None:
+        """What a rank reports; and if state is lost, which copies of that it holds."""
+        held, decision = self.model._report(r, rank), state.decision
+        rows = [[*key, *self._rows(first, end)] for key, spans in held.statistics for first, end in spans]
+        self.say(
+            r,
+            "report",
+            rank.generation,
+            step=len(rank.chain),
+            oldest=held.oldest,
+            newest=held.newest,
+            gradients=[list(key) for key in held.gradients],
+            rows=rows,
+            voting=repr(rank.names),
+            torn=len(held.torn),
+            admitted=False,
+        )
+        if decision.kind == "lost":
+            gradients = {b: [(s, *divmod(g, ATTEMPTS)) for c, s, g in rank.gradients if c == b] for b, _ in rank.copies}
+            lost = [(b, chain) for b, chain in rank.copies if b in decision.missing and b not in rank.torn]
+            copies = [(b, 0, 0, len(chain), gradients[b]) for b, chain in lost]
+            self.say(r, "lost_state", rank.generation, step=decision.first, blocks=len(decision.missing), held=copies)
+
+    def _rows(self, first: int, end: int) -> tuple[int, int]:
+        return BATCH * first // self.setting.ranks, BATCH * end // self.setting.ranks
+
+    def _promise(self, r: int, rank: Rank) -> None:
+        """The losses that the job says it survives, where that changes."""
+        homes = _homes(rank.stands)
+        ranks = min(map(len, homes)) - 1
+        if self.promised != (ranks, homes):
+            self.promised = ranks, homes
+            counted = {"homes": homes, "placement": repr(rank.stands)}
+            self.say(r, "tolerance", rank.generation, step=len(rank.chain), ranks=ranks, **counted)
 
     def end(self, state: State) -> None:
         """The end of the training, or of ranks that are told that the state is lost."""
@@ -131,6 +221,10 @@ class _Log:
             why = f"state of step {step} is lost: 1 blocks of units [0] have no surviving copy" if lost else ""
             if rank.alive and (lost or rank.phase == "E"):
                 self.say(r, "end", rank.generation, step=step, code=4 if lost else 0, why=why)
+
+
+def _homes(layout: Layout) -> list[tuple[int, ...]]:
+    return sorted({tuple(sorted(ranks)) for ranks in layout})
 
 
 def judged(setting: Setting, states: Sequence[State]) -> list[str]:

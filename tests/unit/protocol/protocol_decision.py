@@ -68,6 +68,7 @@ class Decisions:
                 first=outcome.version,
                 torn=frozenset((b, r) for r, rank in survivors for b in rank.torn),
                 ends=max(rank.ends if rank.ends <= outcome.version else 0 for _, rank in survivors),
+                missing=tuple(block for block, *_ in outcome.missing),
             )
             after = state._replace(decision=decision, decided=state.freeze, network=late)
             yield f"decide {outcome.kind} {outcome.version}", after

@@ -173,6 +173,7 @@ class Decision(NamedTuple):
     first: int  # the first step of its own: version it starts from
     ends: int = 0  # version with which the job ends, by the records in the reports; 0: not agreed
     torn: frozenset[tuple[int, int]] = frozenset()  # (block, rank) of copies that no vote names any more
+    missing: tuple[int, ...] = ()  # blocks that are lost
 
 
 class State(NamedTuple):

@@ -210,13 +210,14 @@ class StepCommit:
             )
             at.tools.reach("before_vote", step)
             at.agreement.membership.await_begin(at.agreement.timeout)
+            oldest, retained = at.tools.pool.oldest(), at.tools.pool.notes.take_retained()
             total = at.body.vote(layout, tally)
             if total.unannounced:  # the loss functions of some rank report something new
                 total = at.body.vote(replace(layout, report_keys=at.agree_on_keys(tally.report, anew=True)), tally)
         self._refuse(total, attempt)
         self._rebalancer.observe(total)
         self._rebalancer.follow(named.assignment)
-        voted = Voted(at.record, address)
+        voted = Voted(at.record, address, named, oldest, retained, *self._migrator.named_in_time())
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
         at.admitted = 0
         self._zeros = total.zeros

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.engine.compute.samples import StepAddress
+from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.repartition import Recut
+from megatron.elastic.engine.generation.report import Report
 from megatron.elastic.engine.generation.view import View
-from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.streams import Moved
+from megatron.elastic.state.notes import Applied
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.protocol import Resolution
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Listener", "Stepped", "Voted"]
@@ -35,24 +40,49 @@ class Stepped:
     """Samples computed by all ranks."""
     state_bytes: int
     """Bytes of state received in added copies since this process began."""
+    applied: tuple[Applied, ...] = ()
+    """Gradients that copies were updated by since the step before."""
 
 
 @dataclass(frozen=True)
 class Voted:
-    """The basis of a vote: the record before it, and the samples of its step."""
+    """The basis of a vote: the record before it, the samples of its step, and this rank's copies when it joined."""
 
     before: StepRecord
     address: StepAddress
+    named: Configuration
+    """The configuration that the vote names."""
+    oldest: int
+    """Lowest version of the copies."""
+    retained: int
+    """Most gradients that one copy retained since the vote before."""
+    coming: bool | None = None
+    """:attr:`~megatron.elastic.engine.transaction.migrate.Migrator.coming`."""
+    short: int = 0
+    """Blocks that lack mirrors by ``named``, where ``coming`` is not None."""
 
 
 class Listener:
     """Ignores every event; override the methods of interest."""
 
-    def recorded(self, record: StepRecord, view: View, source: str, voted: Voted | None = None) -> None:
+    def recorded(
+        self,
+        record: StepRecord,
+        view: View,
+        source: str,
+        voted: Voted | None = None,
+        resolution: Resolution | None = None,
+    ) -> None:
         """``record`` is this rank's newest from here on; called before the rank acts on it.
 
-        ``source``: 'vote', which comes with ``voted``, or 'start', 'load', 'decision' or 'join'.
+        ``source``: 'vote', which comes with ``voted``; 'decision', with its ``resolution``; 'start', 'load' or 'join'.
         """
+
+    def reporting(self, report: Report) -> None:
+        """This rank is about to report after a loss."""
+
+    def lost(self, lost: StateLost, pool: StatePool) -> None:
+        """State is lost as the reports say; ``pool``: the copies here. The engine raises ``lost`` next."""
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         """A step was committed: ``record``."""

@@ -30,6 +30,7 @@ from megatron.elastic.engine.transaction.protection import Exposure, Protected
 from megatron.elastic.engine.transaction.shipment import sizes_of, way_to
 from megatron.elastic.engine.transaction.streams import Moved, Streams
 from megatron.elastic.platform.threads import Threads
+from megatron.elastic.state.redundancy import short_of_mirrors
 from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Migrator"]
@@ -49,6 +50,9 @@ class Migrator:
         self._certifier = certifier
         self.due = False
         """True if all ranks are ready, so that the vote of the next step is to name the target."""
+        self.coming: bool | None = None
+        """Whether this rank said in :meth:`agree` of the present step that its part of missing copies is nearly there.
+        None: the ranks did not have to agree on that."""
         self._streams: Streams | None = None
         """The migration under way."""
         self._concluded = False
@@ -148,14 +152,27 @@ class Migrator:
         Otherwise the streams go on beside the next step. Collective if an urgent migration is under way. Raises
         ``CommError``.
         """
-        streams, at = self._streams, self._context
+        streams, self.coming = self._streams, None
         if streams is None or self._concluded or not streams.migration.urgent:
             return
-        at.tools.publish("migration", at.view.living)
-        ready = torch.tensor([float(self.ready(seconds))], dtype=torch.float64)
-        dist.all_reduce(ready, group=at.tools.fabric.world)
-        if int(ready.item()) == len(at.view.living):
+        self.coming = self.ready(seconds)
+        if self._all_say(self.coming):
             self.conclude()
+
+    def _all_say(self, coming: bool) -> bool:
+        """Return whether ``coming`` is true on all living ranks. Collective."""
+        at = self._context
+        at.tools.publish("migration", at.view.living)
+        ready = torch.tensor([float(coming)], dtype=torch.float64)
+        dist.all_reduce(ready, group=at.tools.fabric.world)
+        return int(ready.item()) == len(at.view.living)
+
+    def named_in_time(self) -> tuple[bool | None, int]:
+        """Return :attr:`coming`, and where that is not None the blocks that lack mirrors by :attr:`heading`."""
+        if self.coming is None:
+            return None, 0
+        at = self._context
+        return self.coming, len(short_of_mirrors(self.heading.placement, at.views.config.mirrors, at.view.living))
 
     def link_is_free(self) -> None:
         """Let streams send: this rank computes or is between steps and does not need the link.
@@ -260,7 +277,7 @@ class Migrator:
             keep = keep and (pool.snapshot == "gradient" or at.record.version == self._common)
             for copy in (copy for key, copy in kept.items() if keep and key not in pool):
                 pool.take_in(copy)
-        self._ended, self.came, self.due = None, frozenset(), False
+        self._ended, self.came, self.due, self.coming = None, frozenset(), False, None
         self._context.tools.arena.spare = None
 
     def renew(self) -> None:

@@ -22,7 +22,7 @@ from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.report import Report, first_open, newcomers, reports_of
-from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.commit import StepCommit
 from megatron.elastic.engine.transaction.context import Context
@@ -95,6 +95,9 @@ class Recovery:
                 self._migrator.exposed(started, outcome.newcomers)
                 at.agreement.unreported, at.agreement.members = (), ()
                 return outcome.phase_over
+            except StateLost as lost:
+                at.listener.lost(lost, at.tools.pool)
+                raise
             except StageGone as gone:
                 error = self._wait_for_ranks(gone)
             except CommError as again:
@@ -114,7 +117,7 @@ class Recovery:
 
     def _report(self) -> Report:
         at, program = self._context, self._program
-        return Report(
+        report = Report(
             holdings=at.tools.pool.holdings(
                 self._step_commit.known_rows(), at.history.of(at.record).placement, self._step_commit.voting.placement
             ),
@@ -127,6 +130,8 @@ class Recovery:
             voting=self._step_commit.voting.digest,
             admitted=at.admitted,
         )
+        at.listener.reporting(report)
+        return report
 
     def _settle(self, outcome: RecoveryOutcome) -> None:
         """Bring every survivor to the same version, with matching parameters."""
@@ -144,7 +149,7 @@ class Recovery:
         pool.remember(record)
         # Requests agreed before are void: some ranks may not have asked for them yet. The next vote agrees anew.
         at.record, at.acted_on = record, record.version
-        at.listener.recorded(record, at.view, "decision")
+        at.listener.recorded(record, at.view, "decision", resolution=resolution)
         at.history.enter(at.view.configuration)
         if outcome.newcomers:
             send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(outcome.first_open))
