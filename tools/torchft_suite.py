@@ -1,6 +1,7 @@
 """Run torchft's own tests on ``ProcessGroupElastic``, and on its process group over gloo beside it.
 
-    python -m tools.torchft_suite [--only REGEX] [--kept DIR] [--write docs/measured/torchft_suite.json]
+    python -m tools.torchft_suite [--only REGEX] [--repeats N] [--kept DIR]
+        [--write docs/measured/torchft_suite.json]
 
 The tests are those of torchft's wheel, unchanged: integration of its manager, LocalSGD and DiLoCo with its own
 lighthouse, process groups. They name the class ``ProcessGroupGloo``; on ``elastic`` the name leads to ours. Where
@@ -67,7 +68,7 @@ def _run_pass(backend: str, only: str, into: Path) -> None:
     os._exit(0)  # torchft's servers have threads that do not end
 
 
-def results(backend: str, packages: Path, only: str = "", kept: Path | None = None) -> list[Outcome]:
+def results(backend: str, packages: Path, only: str = "", kept: Path | None = None, repeats: int = 0) -> list[Outcome]:
     """Run the tests on ``backend``. Raises ``CalledProcessError`` if the process fails."""
     variables = {
         "PYTHONPATH": f"{ROOT}:{packages}",
@@ -75,12 +76,12 @@ def results(backend: str, packages: Path, only: str = "", kept: Path | None = No
         "PYTHONHASHSEED": "0",  # names of tests of collectives have the order of a set in them
     }
     lines = kept / f"torchft-{backend}.jsonl" if kept else None
-    return outcomes("tools.torchft_suite", ["--pass-on", backend, "--only", only], variables, lines)
+    return outcomes("tools.torchft_suite", ["--pass-on", backend, "--only", only], variables, lines, repeats)
 
 
-def run(packages: Path, only: str = "", kept: Path | None = None) -> dict[str, dict[str, Any]]:
+def run(packages: Path, only: str = "", kept: Path | None = None, repeats: int = 0) -> dict[str, dict[str, Any]]:
     """Run all passes and print the failures; counts and reasons, by backend."""
-    return {backend: told(backend, results(backend, packages, only, kept)) for backend in BACKENDS}
+    return {backend: told(backend, results(backend, packages, only, kept, repeats), repeats) for backend in BACKENDS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.pass_on:
         _run_pass(chosen.pass_on, chosen.only, chosen.into)
     with tempfile.TemporaryDirectory() as folder:
-        suites = run(chosen.packages or install(Path(folder)), chosen.only, chosen.kept)
+        suites = run(chosen.packages or install(Path(folder)), chosen.only, chosen.kept, chosen.repeats)
     if chosen.write:
         record(chosen.write, "tools.torchft_suite", suites)
     return int(bool(suites["elastic"]["failed"]))
