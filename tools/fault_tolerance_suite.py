@@ -1,6 +1,7 @@
 """Run PyTorch's tests of process groups that change on backend ``elastic``, and on gloo beside it.
 
-    python -m tools.fault_tolerance_suite FILE [--only REGEX] [--write docs/measured/fault_tolerance_suite.json]
+    python -m tools.fault_tolerance_suite FILE [--only REGEX] [--repeats N]
+        [--write docs/measured/fault_tolerance_suite.json]
 
 ``FILE`` is ``test/distributed/test_c10d_fault_tolerance.py`` of PyTorch's repository, unchanged: wheels do not have it.
 Its tests need torch 2.14 or later (``python -m tools.versions --torch VERSION`` makes an environment).
@@ -58,12 +59,12 @@ def _run_pass(source: Path, backend: str, only: str, into: Path) -> None:
     run_tests(((test, case(test)) for test in names), into)
 
 
-def results(source: Path, backend: str, only: str = "", kept: Path | None = None) -> list[Outcome]:
+def results(source: Path, backend: str, only: str = "", kept: Path | None = None, repeats: int = 0) -> list[Outcome]:
     """Run the tests of the file ``source``. Raises ``CalledProcessError`` if the process fails."""
     variables = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TEST_SECONDS), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     arguments = [str(source), "--pass-on", backend, "--only", only]
     lines = kept / f"{source.stem}-{backend}.jsonl" if kept else None
-    return outcomes("tools.fault_tolerance_suite", arguments, variables, lines)
+    return outcomes("tools.fault_tolerance_suite", arguments, variables, lines, repeats)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.pass_on:
         _run_pass(source, chosen.pass_on, chosen.only, chosen.into)
         return 0
-    suites = {backend: told(backend, results(source, backend, chosen.only, chosen.kept)) for backend in BACKENDS}
+    suites = {}
+    for backend in BACKENDS:
+        found = results(source, backend, chosen.only, chosen.kept, chosen.repeats)
+        suites[backend] = told(backend, found, chosen.repeats)
     if chosen.write:
         digest = hashlib.sha256(source.read_bytes()).hexdigest()
         record(chosen.write, "tools.fault_tolerance_suite", suites, source_sha256=digest)

@@ -5,21 +5,30 @@ The figures are records of :mod:`tools.suites`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 __all__ = ["counts", "counts_and_reasons"]
 
 
 def counts(figures: Mapping[str, Any]) -> str:
-    """Return one line for each torch and backend, failed tests by name."""
-    lines = ["| torch | backend | passed | failed | skipped |", "|---|---|---|---|---|"]
+    """Return one line for each torch and backend, failed tests by name.
+
+    A dash for passed when repeated: failed tests were not repeated.
+    """
+    lines = ["| torch | backend | passed | passed when repeated | failed | skipped |", "|---|---|---|---|---|---|"]
     for torch, run in figures["runs"].items():
         for backend, suite in run["suites"].items():
-            names = ", ".join(f"`{test}`" for test in suite["failures"])
-            failed = f"{suite['failed']} ({names})" if names else str(suite["failed"])
-            lines.append(f"| {torch} | {backend} | {suite['passed']} | {failed} | {suite['skipped']} |")
+            repeated = _named(suite["failures_before_passing"]) if suite.get("repeats") else "-"
+            failed = _named(suite["failures"])
+            lines.append(f"| {torch} | {backend} | {suite['passed']} | {repeated} | {failed} | {suite['skipped']} |")
     return "\n".join(lines)
+
+
+def _named(tests: Collection[str]) -> str:
+    """Return the number of tests, and their names."""
+    names = ", ".join(f"`{test}`" for test in tests)
+    return f"{len(tests)} ({names})" if names else "0"
 
 
 def counts_and_reasons(figures: Mapping[str, Any]) -> str:

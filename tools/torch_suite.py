@@ -112,7 +112,7 @@ def _run_pass(backend: str, only: str, into: Path) -> None:
 # -- all passes ----------------------------------------------------------------
 
 
-def _outcomes(one: Pass, only: str, kept: Path | None) -> list[Outcome]:
+def _outcomes(one: Pass, only: str, kept: Path | None, repeats: int) -> list[Outcome]:
     """Run a pass, or go on with it in the folder ``kept``. Raises ``CalledProcessError`` if its process fails."""
     with tempfile.TemporaryDirectory() as folder:
         variables = {
@@ -124,16 +124,17 @@ def _outcomes(one: Pass, only: str, kept: Path | None) -> list[Outcome]:
             "TORCH_CPP_LOG_LEVEL": "FATAL",
         }
         lines = kept / f"{one.backend}-{one.selected_as}-{one.ranks}.jsonl" if kept else None
-        return outcomes("tools.torch_suite", ["--pass-on", one.backend, "--only", only], variables, lines)
+        arguments = ["--pass-on", one.backend, "--only", only]
+        return outcomes("tools.torch_suite", arguments, variables, lines, repeats)
 
 
-def results(backend: str, only: str = "", kept: Path | None = None) -> list[tuple[Pass, Outcome]]:
+def results(backend: str, only: str = "", kept: Path | None = None, repeats: int = 0) -> list[tuple[Pass, Outcome]]:
     """The last outcome of each test on ``backend``, with the pass that it is of."""
     last: dict[str, tuple[Pass, Outcome]] = {}
     for one in PASSES[backend]:
         again = [test for test, (_, outcome) in last.items() if outcome.status == "skipped"]
         wanted = only if not last else f"^({'|'.join(again)})$"
-        for outcome in _outcomes(one, wanted, kept) if again or not last else ():
+        for outcome in _outcomes(one, wanted, kept, repeats) if again or not last else ():
             if outcome.test not in last or outcome.status != "skipped":
                 last[outcome.test] = one, outcome
     return list(last.values())
@@ -159,8 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     suites = {}
     for backend in chosen.backends:
-        found = results(backend, chosen.only, chosen.kept)
-        suites[backend] = {**told(backend, [outcome for _, outcome in found]), "passed_of_pass": _by_pass(found)}
+        found = results(backend, chosen.only, chosen.kept, chosen.repeats)
+        counts = told(backend, [outcome for _, outcome in found], chosen.repeats)
+        suites[backend] = {**counts, "passed_of_pass": _by_pass(found)}
     if chosen.write:
         record(chosen.write, "tools.torch_suite", suites)
     return int(bool(suites.get("elastic", {}).get("failed")))
