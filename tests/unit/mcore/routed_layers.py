@@ -84,11 +84,13 @@ CASES = (
     Case(
         1, 2, 1, ((2, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 4), (1, 1, 4)), shared=22, gate=True, gated=True, jitter=0.1
     ),
-    Case(2, 2, 2, ((1, 1, 2), (4, 1, 2), (1, 2, 2), (2, 2, 2), (1, 4, 1)), shared=22, gated=True, per_token=True),
-    Case(2, 2, 1, ((1, 1, 4), (4, 1, 4), (2, 2, 1)), shared=22, gate=True, recompute="selective", split=True),
+    Case(2, 2, 2, ((1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 2), (1, 4, 1)), shared=22, gated=True, per_token=True),
+    Case(
+        2, 2, 1, ((1, 1, 4), (2, 1, 2), (4, 1, 4), (2, 2, 1)), shared=22, gate=True, recompute="selective", split=True
+    ),
     Case(4, 2, 2, ((1, 1, 2), (2, 1, 2), (1, 2, 1)), gated=True, tied=True),
     Case(1, 1, 1, ((2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1)), shared=22, gate=True, gated=True, tied=True),
-    Case(2, 1, 2, ((1, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1)), shared=22, per_token=True, recompute="full"),
+    Case(2, 1, 2, ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1)), shared=22, per_token=True, recompute="full"),
 )
 """Four ranks have unequal numbers of columns of a shared expert, and of one that ranks do not share."""
 
@@ -203,10 +205,11 @@ def launched(case: Case, context: ContextParallel, group_of: Callable[[tuple[int
 
 
 def assignment(topology: LaunchTopology, sizes: Sizes) -> Assignment:
-    """Cells of adjacent ranks."""
+    """Cells of adjacent ranks; tensor-parallel pairs of a launch with pairs have other ranks than at launch."""
     tensor, context, experts = sizes
     size = tensor * context
-    cells = tuple(tuple(range(first, first + size)) for first in range(0, WORLD, size))
+    order = (0, 2, 1, 3) if size == tensor == topology.tensor == 2 else range(WORLD)
+    cells = tuple(tuple(order[first : first + size]) for first in range(0, WORLD, size))
     wanted = ParallelSizes(tensor, 1, WORLD // size, context, experts)
     return Assignment.regular(topology, GridShape(wanted, cells, chunks_of(topology, 1)))
 
