@@ -54,6 +54,7 @@ from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.grid_model import GridModel
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
+from tests.cluster.routed_grid_model import RoutedGridModel
 from tests.cluster.routed_model import EXPERTS, RoutedModel
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 from tests.cluster.shared_model import SharedModel
@@ -104,7 +105,7 @@ class Program:
     grid: bool = False
     """Train the model that is cut over tensor-parallel groups, and whose sequence is cut over these groups."""
     experts: tuple[int, int] | None = None
-    """(sets of experts, ranks with a part of each): with ``parts``, of layers whose experts ranks share."""
+    """(sets of experts, ranks with a part of each): with ``parts`` or ``grid``, of layers whose experts ranks share."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
@@ -156,8 +157,10 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
         assert place is not None
         if place.crew is None:
             seats = (topology.experts_of_seat(at % topology.expert_ranks) for at in range(len(place.ranks)))
-            place = replace(place, crew=Crew(place.ranks, tuple(seats)))
-        return RoutedModel(UNITS, units, place, fabric, program.experts[1])
+            place = replace(place, crew=Crew(place.ranks, tuple(seats), topology.expert_parts))
+        if program.grid:
+            return RoutedGridModel(UNITS, units, place, fabric, topology.expert_parts)
+        return RoutedModel(UNITS, units, place, fabric)
     if program.parts:
         ranks = topology.cell_of(rank).ranks
         return SharedModel(UNITS, units, CellPlace(ranks, ranks.index(rank), team=1), fabric)

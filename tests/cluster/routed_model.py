@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.model_interface import CellPlace, UnitParameter
-from megatron.elastic.engine.compute.sequence_cut import length_of
+from megatron.elastic.engine.compute.sequence_cut import Run, length_of
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 from tests.cluster.cut_model import Mapped
-from tests.cluster.model import LENGTH, WIDTH
+from tests.cluster.model import LENGTH, WIDTH, UnitChain
 from tests.cluster.shared_model import SharedModel
 
-__all__ = ["EXPERTS", "RoutedModel"]
+__all__ = ["EXPERTS", "RoutedModel", "Routing"]
 
 EXPERTS = 4
 CHOICES = torch.tensor([[0, 1, 1, 2], [3, 1, 0, 1]])
@@ -31,17 +31,38 @@ ROWS = 1
 """Rows of a piece that has any."""
 
 
-class RoutedModel(SharedModel):
-    """Implements :class:`ModelInterface` for layers with experts, each cut over ``cut`` adjacent ranks of a cell."""
+class Routing(UnitChain):
+    """The experts of one rank, and the exchange of positions in its crew; a base of models."""
 
-    def __init__(self, units: int, held: Collection[int], place: CellPlace, fabric: Fabric, cut: int) -> None:
-        super().__init__(units, held, place, fabric)
-        self._cut, self._launched = cut, len(place.ranks)
+    _place: CellPlace
+    _fabric: Fabric
+    _runs: tuple[Run, ...]
+    """The positions that this rank holds."""
+
+    def _begin_routing(self, held: Collection[int]) -> None:
+        """Make the experts of the launch, with their initial values."""
         self._sent: dict[int, torch.Tensor] = {}
         """Unit → positions that this rank sent to each expert."""
         self._experts = {
-            unit: {expert: torch.nn.Parameter(self._initial(unit, expert)) for expert in self._mine} for unit in held
+            unit: {
+                expert: torch.nn.Parameter(_whole_expert(unit, expert)[:, self._columns].clone())
+                for expert in self._mine
+            }
+            for unit in held
         }
+
+    def _hold_experts(self, units: Collection[int], kept: Mapping[int, Mapping[int, torch.nn.Parameter]]) -> None:
+        """Have the experts of the present place. ``kept``: those that stay; the values of others are undefined."""
+        self._experts = {
+            unit: {
+                expert: kept[unit][expert] if expert in kept.get(unit, {}) else self._undefined()
+                for expert in self._mine
+            }
+            for unit in units
+        }
+
+    def _undefined(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.full((WIDTH, WIDTH), float("nan"))[:, self._columns].clone())
 
     @property
     def _rank(self) -> int:
@@ -54,43 +75,16 @@ class RoutedModel(SharedModel):
 
     @property
     def _columns(self) -> slice:
-        each, part = WIDTH // self._cut, self._place.index % self._cut
-        return slice(part * each, (part + 1) * each)
+        """The columns of its experts that this rank has."""
+        assert self._place.crew is not None
+        part = self._place.crew.part_of(self._rank)
+        each = WIDTH // part.count
+        return slice(part.index * each, (part.index + 1) * each)
 
-    def _initial(self, unit: int, expert: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(5000 + EXPERTS * unit + expert)
-        return (torch.randn(WIDTH, WIDTH, generator=generator) * WIDTH**-0.5)[:, self._columns].clone()
-
-    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
-        """See :class:`ModelInterface`."""
-        super().hold(units, place)
-        kept = self._experts
-        self._experts = {
-            unit: {
-                expert: kept[unit][expert] if expert in kept.get(unit, {}) else self._undefined()
-                for expert in self._mine
-            }
-            for unit in units
-        }
-
-    def _undefined(self) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.full((WIDTH, WIDTH // self._cut), float("nan")))
-
-    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
-        """See :class:`ModelInterface`: cells have the launch's size."""
-        return super().largest_part(tensor, parts, parameters) if parts == self._launched else None
-
-    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
-        """See :class:`ModelInterface`."""
-        return [
-            *super().unit_parameters(unit),
-            *(
-                UnitParameter(
-                    ParamSpec(f"experts.{expert}", it.numel(), tuple(it.shape), sharded=True, expert=expert), it
-                )
-                for expert, it in self._experts[unit].items()
-            ),
-        ]
+    @property
+    def _routed_runs(self) -> tuple[Run, ...]:
+        """The positions that this rank routes."""
+        return self._runs
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """See :class:`ModelInterface`."""
@@ -99,14 +93,11 @@ class RoutedModel(SharedModel):
             x = self._routed(unit, x)
         return x
 
-    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
-        return super()._run(unit, x) + self._routed(unit, x)
-
     def _routed(self, unit: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the products of this rank's positions, whichever ranks have their experts."""
+        """Return the products of the positions that this rank routes, whichever ranks have their experts; else zero."""
         rows, choices = x.shape[1], CHOICES[unit % 2]
         if torch.is_grad_enabled():
-            mine = torch.cat([choices[start:stop] for start, stop in self._runs])
+            mine = choices[list(_positions(self._routed_runs))]
             self._sent[unit] = self._sent.get(unit, 0) + rows * torch.bincount(mine, minlength=EXPERTS)
         tokens = Mapped.apply(x, self._spread, lambda gradient: self._collected(gradient, rows))
         received, experts = tokens[..., self._columns], self._experts[unit]
@@ -117,16 +108,23 @@ class RoutedModel(SharedModel):
 
     def _spread(self, x: torch.Tensor) -> torch.Tensor:
         """The positions of all ranks of the crew, ``[ranks, length, ROWS, width]``."""
-        whole, at = x.new_zeros((len(self._members), LENGTH, ROWS, WIDTH)), 0
-        for start, stop in self._runs if x.shape[1] else ():
-            whole[self._members.index(self._rank), start:stop] = x[at : at + stop - start]
-            at += stop - start
+        whole = x.new_zeros((len(self._members), LENGTH, ROWS, WIDTH))
+        if x.shape[1]:
+            whole[self._members.index(self._rank), _positions(self._routed_runs)] = x[self._at]
         return self._over_crew(whole)
 
     def _collected(self, whole: torch.Tensor, rows: int) -> torch.Tensor:
-        """The sum over the crew of this rank's positions."""
+        """The sum over the crew of the positions that this rank routes, at their places among those that it holds."""
         own = self._over_crew(whole)[self._members.index(self._rank)]
-        return torch.cat([own[start:stop] for start, stop in self._runs])[:, :rows]
+        found = own.new_zeros((length_of(self._runs), ROWS, WIDTH))
+        found[self._at] = own[_positions(self._routed_runs)]
+        return found[:, :rows]
+
+    @property
+    def _at(self) -> list[int]:
+        """The places of the routed positions among those that this rank holds."""
+        held = _positions(self._runs)
+        return [held.index(position) for position in _positions(self._routed_runs)]
 
     @property
     def _members(self) -> tuple[int, ...]:
@@ -146,3 +144,46 @@ class RoutedModel(SharedModel):
     def expert_tokens(self) -> Mapping[int, Sequence[int]]:
         """See :class:`ModelInterface`."""
         return {unit: tuple(map(int, sent.tolist())) for unit, sent in self._sent.items()}
+
+
+def _positions(runs: Sequence[Run]) -> list[int]:
+    return [position for start, stop in runs for position in range(start, stop)]
+
+
+def _whole_expert(unit: int, expert: int) -> torch.Tensor:
+    """The initial values of an expert, a function of its number."""
+    generator = torch.Generator().manual_seed(5000 + EXPERTS * unit + expert)
+    return torch.randn(WIDTH, WIDTH, generator=generator) * WIDTH**-0.5
+
+
+class RoutedModel(Routing, SharedModel):
+    """Implements :class:`ModelInterface` for layers with experts, in cells of the launch's size."""
+
+    def __init__(self, units: int, held: Collection[int], place: CellPlace, fabric: Fabric) -> None:
+        super().__init__(units, held, place, fabric)
+        self._launched = len(place.ranks)
+        self._begin_routing(held)
+
+    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
+        """See :class:`ModelInterface`."""
+        super().hold(units, place)
+        self._hold_experts(units, self._experts)
+
+    def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
+        """See :class:`ModelInterface`: cells have the launch's size."""
+        return super().largest_part(tensor, parts, parameters) if parts == self._launched else None
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """See :class:`ModelInterface`."""
+        return [
+            *super().unit_parameters(unit),
+            *(
+                UnitParameter(
+                    ParamSpec(f"experts.{expert}", it.numel(), tuple(it.shape), sharded=True, expert=expert), it
+                )
+                for expert, it in self._experts[unit].items()
+            ),
+        ]
+
+    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
+        return super()._run(unit, x) + self._routed(unit, x)

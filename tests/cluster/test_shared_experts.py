@@ -127,7 +127,6 @@ def test_a_rank_is_lost_while_crews_are_formed_anew(point: str, rank: int) -> No
     [
         ("1|2|2|1|4", "EP 4 takes a number of replicas that is a multiple of 4"),
         pytest.param("1|1|4|1|3", "EP 3 does not divide 4 experts", marks=pytest.mark.slow),
-        pytest.param("2|1|2", "ranks share experts: TP 1 and CP 1 of the launch stay", marks=pytest.mark.slow),
     ],
 )
 def test_crews_that_cannot_be_are_refused_in_one_line(to: str, why: str) -> None:

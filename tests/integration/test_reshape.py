@@ -199,10 +199,74 @@ def test_crews_are_formed_anew_for_other_stages_and_sets_of_experts(tmp_path: Pa
             done = running.ctl("reshape", *words, seconds=SECONDS / 3)
             assert done.returncode == 0, (done.stderr, running.output[-4000:])
             begun(running, 3 + newest(running))
-        refused = running.ctl("reshape", "--tp", "2", "--pp", "1", "--dp", "2")
-        assert refused.returncode == 1 and "TP 1 and CP 1 of the launch stay" in refused.stderr
+        refused = running.ctl("reshape", "--tp", "1", "--pp", "1", "--dp", "4", "--ep", "3")
+        assert refused.returncode == 1 and "EP 3 does not divide 4 experts" in refused.stderr
         result = drained(running)
     last = max(result.committed)
     assert set(result.committed) == set(range(1, last + 1))
     reference = elastic_job(tmp_path / "undisturbed", 4, 1, 1, last, *flags, seconds=SECONDS)
     assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5
+
+
+BESIDE = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-gate", "--swiglu")
+SHARE = (*EXPERTS, *EVERY, *BESIDE, "--expert-model-parallel-size", "2")
+"""Two ranks share the experts of a layer, and each layer has a shared expert that every token passes."""
+
+
+def reshape_crews(job: RunningJob, sizes: ParallelSizes) -> None:
+    """``ctl reshape`` until the sizes are in force; a few steps later."""
+    names = ("--tp", "--pp", "--dp", "--cp", "--ep")
+    words = [word for pair in zip(names, map(str, sizes), strict=True) for word in pair]
+    done = job.ctl("reshape", *words, seconds=SECONDS / 3)
+    assert done.returncode == 0, (done.stderr, job.output[-4000:])
+    assert f"{sizes} since step" in done.stdout
+    begun(job, 3 + newest(job))
+
+
+def undisturbed(result: JobResult, folder: Path, ranks: int, tensor: int, flags: tuple[str, ...]) -> None:
+    """No step is lost, and losses are those of a job that keeps its sizes and loses no rank."""
+    last = max(result.committed)
+    assert set(result.committed) == set(range(1, last + 1))
+    assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+    reference = elastic_job(folder, ranks, tensor, 1, last, *flags, seconds=SECONDS)
+    assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5
+
+
+def test_experts_through_another_tensor_parallel_size_and_back(tmp_path: Path) -> None:
+    """A rank is killed while state moves; plain Megatron resumes what the other sizes have saved."""
+    flags, folder, saved = (*QUIET, *RATES, *SHARE), tmp_path / "events", tmp_path / "saved"
+    kill = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,point=in_migration_finish")
+    saves = ("--save", str(saved), "--save-interval", "1000000")
+    command = elastic_command(folder, 4, 1, 1, MANY, *flags, *LOOKED_AT, *saves, *kill)
+    with RunningJob(folder, command, SECONDS) as running:
+        begun(running)
+        reshape_crews(running, ParallelSizes(2, 1, 2, 1, 2))
+        running.wait_for("joined by 1")
+        assert running.ctl("checkpoint").returncode == 0
+        at = iteration_saved(saved)
+        reshape_crews(running, ParallelSizes(1, 1, 4, 1, 2))
+        begun(running, at + 5)
+        result = drained(running)
+    assert cells(result)[-2:] == [2, 4]
+    undisturbed(result, tmp_path / "undisturbed", 4, 1, flags)
+    resumes = ("--load", str(saved), "--ckpt-step", str(at), "--override-opt_param-scheduler")
+    plain = plain_job("resumes", 4, 1, *flags, "--train-iters", str(at + 4), *resumes)
+    codes = run_jobs(tmp_path, [plain])
+    assert set(codes["resumes"]) == {0}, logs(tmp_path, "resumes")[-3000:]
+    later = {step: loss for step, loss in result.committed.items() if at + 2 < step <= at + 4}
+    assert len(later) == 2 and largest_deviation(later, losses(logs(tmp_path, "resumes"))) < 1e-5
+
+
+def test_ranks_that_share_experts_come_to_share_the_sequence_and_back(tmp_path: Path) -> None:
+    """Megatron has built this model without context parallelism, and with losses that balance experts."""
+    flags, folder = (*DROPOUT, *RATES, *SHARE, "--moe-z-loss-coeff", "1e-3"), tmp_path / "events"
+    saves = ("--save", str(tmp_path / "saved"), "--save-interval", "20")
+    command = elastic_command(folder, 4, 1, 1, MANY, *flags, *LOOKED_AT, *saves)
+    with RunningJob(folder, command, SECONDS) as running:
+        begun(running)
+        reshape_crews(running, ParallelSizes(1, 1, 2, 2, 2))
+        running.ctl("checkpoint")
+        reshape_crews(running, ParallelSizes(1, 1, 4, 1, 4))
+        result = drained(running)
+    assert cells(result)[-2:] == [2, 4]
+    undisturbed(result, tmp_path / "undisturbed", 4, 1, flags)

@@ -285,7 +285,7 @@ def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
     launch = job.launch_topology
     parameters = {slot.spec for layout in layouts.values() for slot in layout.slots}
     largest_part = partial(job.interface.largest_part, parameters=parameters)
-    return CellSizes.of(largest_part, CellCut(launch.tensor, launch.context))
+    return CellSizes.of(largest_part, CellCut(launch.tensor, launch.context), only_whole=launch.experts > 0)
 
 
 def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
@@ -297,6 +297,8 @@ def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
     alone = size > 1 and not sizes.smaller
     groups = "groups that share a sequence" if sequence else "tensor-parallel groups"
     only = f"this model is computed by {groups} of {size} ranks only"
+    if sizes.only_whole:
+        alone, only = True, "its ranks have experts for other groups too (--expert-model-parallel-size)"
     if config.tensor == "live-on" and alone:
         raise ConfigError(f"--elastic-tensor live-on: {only}; use --elastic-tensor park")
     if config.tensor != "auto":

@@ -165,6 +165,13 @@ def test_units_move_from_a_smaller_cell_to_a_larger_one_and_back() -> None:
     assert back is not None and back.target == start
 
 
+def test_a_cell_that_has_experts_for_others_goes_on_with_all_of_its_ranks_alone() -> None:
+    """Other sizes are those of a reshape: they may be larger or smaller, and none of their cells goes on with fewer."""
+    sizes = CellSizes.of(lambda count, parts: heads(count) if parts == 1 else None, CellCut(TENSOR), only_whole=True)
+    assert ANY.smaller == (1, 2, 3) and sizes.smaller == ()
+    assert sizes.speed(CellCut(2)) == ANY.speed(CellCut(2)) and not sizes.only_launch
+
+
 def test_a_waiting_cell_takes_the_place_of_a_damaged_one() -> None:
     """A spare of the launch's size is faster than the rest of a cell."""
     topology = launch(extra=TENSOR)

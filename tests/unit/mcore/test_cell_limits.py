@@ -1,83 +1,69 @@
-"""The cells that a GPT allows: a damaged cell of any size that leaves each rank a head, a whole one as Megatron's."""
+"""Sizes of cells that Megatron's configuration forbids are refused with flag and reason; others are computed."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.elastic.mcore.model.cell_limits import CellLimits
 from megatron.elastic.mcore.model.tensor_cut import Sizes
-from megatron.elastic.plan.profile import PPM
 
-SIZES = Sizes(
-    tensor=4,
-    heads=8,
-    groups=4,
-    channels=4,
-    columns=32,
-    gated=False,
-    output_gate=False,
-    vocabulary=64,
-    sequence=16,
-    sequence_parallel=False,
-)
+SEQUENCE = 24
 
 
-def limits(shares: bool = True, **given: Any) -> CellLimits:
-    """Of a dense model of Megatron's own layers, whose ranks each have the whole sequence."""
-    config = {
-        "num_moe_experts": None,
-        "multi_latent_attention": False,
-        "heterogeneous_block_specs": False,
-        "mtp_num_layers": None,
-        "cross_entropy_loss_fusion": False,
-        "context_parallel_size": 1,
-        "window_size": None,
+def limits(transformer_impl: str = "local", **more: Any) -> CellLimits:
+    """Those of a model with experts that was launched at tensor-parallel size 2."""
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 40,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "add_bias_linear": False,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
     }
-    args = {"transformer_impl": "local", "position_embedding_type": "rope"}
-    for name, value in given.items():
-        (args if name in args else config)[name] = value
-    return CellLimits(SIZES, SimpleNamespace(**config), SimpleNamespace(**args), True, shares)
+    config = TransformerConfig(**(fields | more))
+    sizes = Sizes.of(config, vocabulary=64, sequence=SEQUENCE)
+    return CellLimits(sizes, config, Namespace(transformer_impl=transformer_impl), True, True)
 
 
-@pytest.mark.parametrize(("tensor", "heads"), [(4, 2), (3, 4), (2, 4), (1, 8)])
-def test_a_rank_of_a_smaller_group_computes_its_share_of_the_heads(tensor: int, heads: int) -> None:
-    assert limits().largest_part(tensor, 1, ()) == PPM * heads // 8
+@pytest.mark.parametrize(("tensor", "parts"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (1, 3)])
+def test_a_model_with_experts_is_computed_by_cells_that_give_each_rank_equal_parts(tensor: int, parts: int) -> None:
+    found = limits()
+    assert found.refusal(tensor, parts) == ""
+    assert found.largest_part(tensor, parts, ()) is not None
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-def test_ranks_that_share_the_sequence_compute_the_longest_part_at_most(parts: int) -> None:
-    assert limits().largest_part(4, parts, ()) == -(-PPM * -(-16 // parts) // (16 * 4))
-
-
-@pytest.mark.parametrize(
-    "given", [{"transformer_impl": "transformer_engine"}, {"num_moe_experts": 4}, {"multi_latent_attention": True}]
-)
-def test_some_models_are_computed_by_the_launchs_cells_alone(given: dict[str, Any]) -> None:
-    fixed = limits(**given)
-    assert fixed.largest_part(4, 1, ()) == PPM // 4
-    assert fixed.largest_part(3, 1, ()) is None
+@pytest.mark.parametrize(("tensor", "parts", "multiple"), [(5, 1, 5), (1, 5, 10), (3, 5, 30)])
+def test_unequal_parts_of_the_sequence_are_refused_with_experts(tensor: int, parts: int, multiple: int) -> None:
+    """Megatron's losses of routers take the same number of tokens on each rank."""
+    found = limits()
+    assert f"take a --seq-length that is a multiple of {multiple}, and it is {SEQUENCE}" in found.refusal(tensor, parts)
+    assert found.largest_part(tensor, parts, ()) is None
 
 
 @pytest.mark.parametrize(
-    ("shares", "given", "words"),
+    ("more", "named"),
     [
-        (True, {}, ""),
-        (False, {}, "no rank has a context-parallel group"),
-        (True, {"window_size": (4, 0)}, "--window-size"),
-        (True, {"position_embedding_type": "mrope"}, "--position-embedding-type mrope"),
-        (True, {"num_moe_experts": 4}, "only layers of one shape without experts"),
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None, "expert_tensor_parallel_size": 1},
+            "--disable-bias-linear",
+        ),
+        ({"transformer_impl": "transformer_engine"}, "Transformer Engine"),
+        ({"mtp_num_layers": 1}, "further tokens"),
     ],
 )
-def test_a_whole_cell_shares_the_sequence_where_nothing_speaks_against_it(
-    shares: bool, given: dict[str, Any], words: str
-) -> None:
-    said = limits(shares, **given).refusal(4, 2)
-    assert said.startswith(words) and bool(said) == bool(words)
-
-
-def test_a_whole_cell_cuts_the_sequence_as_megatron_would() -> None:
-    assert "multiple of 6" in limits().refusal(4, 3)
-    assert limits().refusal(4, 1) == ""
+def test_other_sizes_than_the_launchs_are_refused_by_name(more: dict[str, Any], named: str) -> None:
+    found = limits(**more)
+    assert found.refusal(2, 1) == "" and found.largest_part(2, 1, ()) is not None
+    for sizes in ((1, 1), (4, 1), (2, 2)):
+        assert named in found.refusal(*sizes), sizes
+        assert found.largest_part(*sizes, ()) is None

@@ -17,6 +17,8 @@ from megatron.elastic.mcore.model.tensor_cut import (
     TensorShare,
     covered_shards,
     deal,
+    expert_overlaps,
+    expert_shape,
     is_cut,
     launch_shape,
     local_shape,
@@ -27,6 +29,8 @@ from megatron.elastic.mcore.model.tensor_cut import (
 from megatron.elastic.state.coverage import Overlap, Position, add, common_shard, read
 
 HIDDEN = 3
+ENDS = ("word_embeddings.weight", "output_layer.weight")
+"""Cut parameters outside of layers."""
 EXAMPLES = 60
 
 
@@ -47,6 +51,8 @@ def models(draw: st.DrawFn) -> Sizes:
         vocabulary=tensor * draw(st.integers(2, 6)),
         sequence=tensor * draw(st.integers(1, 6)),
         sequence_parallel=draw(st.booleans()),
+        shared_columns=tensor * draw(st.integers(0, 4)),
+        expert_columns=tensor * draw(st.integers(0, 4)),
     )
 
 
@@ -60,8 +66,19 @@ def cells(draw: st.DrawFn) -> tuple[Sizes, int]:
 def whole_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Every cut parameter, and one that is not, in the shape of a model on one rank."""
     rows = (sizes.heads * (1 + sizes.output_gate) + 2 * sizes.groups) * sizes.channels
-    fc1 = sizes.columns * (1 + sizes.gated)
+    fc1, shared, expert = (n * (1 + sizes.gated) for n in (sizes.columns, sizes.shared_columns, sizes.expert_columns))
+    beside = {
+        "mlp.shared_experts.linear_fc1.weight": (shared, HIDDEN),
+        "mlp.shared_experts.linear_fc2.weight": (HIDDEN, sizes.shared_columns),
+    }
+    routed = {
+        "mlp.experts.local_experts.3.linear_fc1.weight": (expert, HIDDEN),
+        "mlp.experts.local_experts.3.linear_fc2.weight": (HIDDEN, sizes.expert_columns),
+        "mlp.router.weight": (4, HIDDEN),
+    }
     return {
+        **(beside if shared else {}),
+        **(routed if expert else {}),
         "self_attention.linear_qkv.weight": (rows, HIDDEN),
         "self_attention.linear_qkv.bias": (rows,),
         "self_attention.linear_proj.weight": (HIDDEN, sizes.heads * sizes.channels),
@@ -87,11 +104,12 @@ def built_shape(sizes: Sizes, position: Position, name: str) -> tuple[int, ...]:
     if position.count == sizes.tensor:
         return at_launch(sizes, name)
     share = share_of(sizes, position)
-    (heads, groups, columns, vocabulary) = (
-        stop - start for start, stop in (share.heads, share.groups, share.columns, share.vocabulary)
+    (heads, groups, columns, vocabulary, shared, expert) = (
+        stop - start
+        for start, stop in (share.heads, share.groups, share.columns, share.vocabulary, share.shared, share.expert)
     )
     alone = replace(sizes, tensor=1, heads=heads, groups=groups, columns=columns, vocabulary=vocabulary)
-    return whole_shapes(alone)[name]
+    return whole_shapes(replace(alone, shared_columns=shared, expert_columns=expert))[name]
 
 
 def numbered(sizes: Sizes, name: str) -> list[torch.Tensor]:
@@ -135,6 +153,71 @@ def test_the_patches_of_a_local_parameter_fill_it_exactly_once(cell: tuple[Sizes
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
+@given(models(), st.lists(st.integers(1, 8), min_size=1, max_size=4))
+def test_values_that_went_through_cells_of_any_sizes_have_the_bits_that_they_had(
+    sizes: Sizes, counts: list[int]
+) -> None:
+    """Each rank of a cell reads its part, and writes it where a rank of the next cell reads."""
+    through = [count for count in counts if not refusal(sizes, count)]
+    for name in whole_shapes(sizes):
+        first = numbered(sizes, name)
+        shards = first
+        for count in through:
+            written = [torch.zeros_like(shard) for shard in shards]
+            for index in range(count):
+                position = Position(index, count)
+                local, found = torch.zeros(built_shape(sizes, position, name)), overlaps(sizes, position, name)
+                read(found, local, shards.__getitem__)
+                for one in found:
+                    here, there = (tuple(slice(*side) for side in box) for box in (one.local, one.remote))
+                    written[one.shard][there] = local[here]
+            if not is_cut(name):
+                written[:-1] = shards[:-1]
+            shards = written
+        assert all(torch.equal(now, then) for now, then in zip(shards, first, strict=True)), name
+
+
+@st.composite
+def dealt(draw: st.DrawFn) -> tuple[Sizes, int]:
+    """A model whose ranks share experts that are cut at launch, and a number of parts in which a cell has them."""
+    parts = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    fewer = draw(st.sampled_from([n for n in range(1, parts + 1) if parts % n == 0]))
+    base = replace(draw(models()), tensor=parts * draw(st.integers(1, 2)))
+    return replace(base, experts=4, expert_homes=2, expert_parts=parts, expert_columns=parts * 3), fewer
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(dealt(), st.integers(0, 3))
+def test_a_rank_with_several_of_the_launchs_parts_of_an_expert_has_these_whole(
+    deal_of: tuple[Sizes, int], expert: int
+) -> None:
+    """Its weights are those that Megatron builds for fewer parts; each element lies in one shard of the expert."""
+    sizes, parts = deal_of
+    first = common_shard(sizes.tensor) + 1 + expert * sizes.expert_parts
+    for name, shape in whole_shapes(sizes).items():
+        if "local_experts" not in name:
+            continue
+        dim = 0 if "fc1" in name else 1
+        launch = expert_shape(sizes, name, shape)
+        assert launch[dim] * sizes.expert_parts == shape[dim]
+        covered = {first + one: torch.zeros(launch) for one in range(sizes.expert_parts)}
+        for index in range(parts):
+            found = expert_overlaps(sizes, expert, Position(index, parts), name, launch)
+            if parts == sizes.expert_parts:
+                assert found is None
+                continue
+            assert found is not None
+            each = sizes.expert_parts // parts
+            assert {one.shard for one in found} == set(range(first + index * each, first + (index + 1) * each))
+            add(
+                found,
+                torch.ones(whole_shapes(replace(sizes, expert_columns=sizes.expert_columns // parts))[name]),
+                covered.__getitem__,
+            )
+        assert parts == sizes.expert_parts or all(bool((shard == 1).all()) for shard in covered.values())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(models())
 def test_with_the_launch_size_each_parameter_is_one_whole_patch_of_its_own_shard(sizes: Sizes) -> None:
     for name in whole_shapes(sizes):
@@ -153,9 +236,13 @@ def test_a_layer_on_one_rank_has_the_shards_side_by_side(cell: tuple[Sizes, int]
     alone = Position(0, 1)
     for name, dim in (
         ("mlp.linear_fc2.weight", 1),
+        ("mlp.shared_experts.linear_fc2.weight", 1),
+        ("mlp.experts.local_experts.3.linear_fc2.weight", 1),
         ("self_attention.linear_proj.weight", 1),
         ("output_layer.weight", 0),
     ):
+        if name not in whole_shapes(sizes):
+            continue
         shards = numbered(sizes, name)
         one = torch.zeros(whole_shapes(sizes)[name])
         read(overlaps(sizes, alone, name), one, shards.__getitem__)
@@ -236,6 +323,12 @@ def test_sequence_parallelism_is_on_only_where_the_ranks_divide_the_sequence() -
     [
         (SIZES, 9, "9 tensor-parallel ranks cannot share 4 query groups of 2 heads: each needs a head"),
         (replace(SIZES, columns=4), 5, "5 tensor-parallel ranks cannot share 4 MLP columns"),
+        (
+            replace(SIZES, shared_columns=4),
+            5,
+            "5 tensor-parallel ranks cannot share 4 columns of shared experts",
+        ),
+        (replace(SIZES, expert_columns=4), 5, "5 tensor-parallel ranks cannot share 4 columns of an expert"),
         (replace(SIZES, vocabulary=4), 5, "5 tensor-parallel ranks cannot share 4 rows of the vocabulary"),
     ],
 )
@@ -251,7 +344,8 @@ def test_the_covered_shards_are_those_that_the_patches_name(cell: tuple[Sizes, i
     sizes, count = cell
     for index in range(count):
         position = Position(index, count)
-        shards = {p.shard for name in LAYER_NAMES for p in overlaps(sizes, position, name)}
+        cut = [name for name in whole_shapes(sizes) if is_cut(name) and not name.endswith(ENDS)]
+        shards = {p.shard for name in cut for p in overlaps(sizes, position, name)}
         assert covered_shards(sizes, position, LAYER_NAMES) == tuple(sorted(shards))
         biases = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.bias", "input_layernorm.weight")
         assert set(covered_shards(sizes, position, biases)) <= shards, "a layer's biases need no further shards"

@@ -43,6 +43,16 @@ def test_an_uneven_layer_has_local_sizes_and_the_size_of_its_cell() -> None:
     assert place(1, 3).cell_config(whole).num_attention_heads == 8, "only layers have local sizes"
 
 
+def test_shared_experts_and_experts_that_ranks_do_not_share_have_local_sizes_too() -> None:
+    routed = {"num_moe_experts": 4, "add_bias_linear": False, "moe_ffn_hidden_size": 10}
+    whole = config(**routed, moe_shared_expert_intermediate_size=20)
+    mine = place(1, 3, whole).layer_config(whole)
+    assert (mine.moe_ffn_hidden_size, mine.moe_shared_expert_intermediate_size) == (3, 7)
+    dealt = config(**routed, expert_model_parallel_size=2)
+    mine = place(1, 3, dealt).layer_config(dealt)
+    assert (mine.moe_ffn_hidden_size, mine.moe_shared_expert_intermediate_size) == (10, None)
+
+
 def test_a_cell_of_the_launch_size_leaves_the_division_to_megatron() -> None:
     whole = config()
     mine = place(2, 4, whole)
@@ -76,7 +86,7 @@ def test_more_ranks_than_heads_are_refused() -> None:
 
 
 def test_models_without_an_uneven_cut_are_refused_with_the_flag_to_change() -> None:
-    with pytest.raises(ConfigError, match="experts"):
-        place(0, 3).layer_config(config(num_moe_experts=4, add_bias_linear=False))
+    with pytest.raises(ConfigError, match="layers that predict further tokens"):
+        place(0, 3).layer_config(config(mtp_num_layers=1))
     with pytest.raises(ConfigError, match="--cross-entropy-fusion-impl native"):
         place(0, 3).layer_config(config(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"))

@@ -54,10 +54,16 @@ class Crew:
     """Those of each of its cells together, or some of one cell."""
     experts: tuple[tuple[int, ...], ...]
     """The experts of each of these ranks, ascending."""
+    cut: int = 1
+    """Number of adjacent ranks with a part each of the same experts."""
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Return the experts whose home is ``rank``."""
         return self.experts[self.ranks.index(rank)]
+
+    def part_of(self, rank: int) -> Position:
+        """Return the part of its experts that ``rank`` has."""
+        return Position(self.ranks.index(rank) % self.cut, self.cut)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class Assignment:
         homes = [mine for at, _ in members for mine in deal.on_ranks(at, experts[at])]
         first = index - index % deal.ranks
         mine = slice(first, first + deal.ranks)
-        return Crew(tuple(ranks[mine]), tuple(homes[mine]))
+        return Crew(tuple(ranks[mine]), tuple(homes[mine]), deal.parts)
 
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.
@@ -270,8 +270,7 @@ class Assignment:
     def _shards_of(self, rank: int, covered: Covered) -> Callable[[int], tuple[int, ...]]:
         """Return unit → the shards that ``rank``, a member of a cell, covers, and the spaces of its experts."""
         _, place = self._places[rank]
-        mine = () if place.crew is None else place.crew.experts_of(rank)
-        experts = tuple(self.launch_topology.expert_shard(expert, place.index) for expert in mine)
+        experts = () if place.crew is None else self.launch_topology.expert_spaces(place.crew, rank)
         return lambda unit: (*self.shards_at(unit, place.position, covered), *experts)
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:

@@ -38,11 +38,13 @@ class CellSizes:
     """The cut of a cell at launch."""
     largest_part: Callable[[int, int], int | None]
     """Tensor-parallel ranks, parts of the sequence → largest part of a layer (:meth:`ModelInterface.largest_part`)."""
+    only_whole: bool = False
+    """True if a cell that has lost ranks waits for them: it has a home of experts for other cells too."""
 
     @classmethod
-    def of(cls, largest_part: Callable[[int, int], int | None], launch: CellCut) -> CellSizes:
+    def of(cls, largest_part: Callable[[int, int], int | None], launch: CellCut, only_whole: bool = False) -> CellSizes:
         """Return the cuts that ``largest_part`` knows, and the launch's. It is asked about each only once."""
-        return cls(launch, cache(largest_part))
+        return cls(launch, cache(largest_part), only_whole)
 
     def speed(self, cut: CellCut) -> int | None:
         """Return the nominal speed of a cell relative to one of the launch, in ppm; ``None``: it cannot compute."""
@@ -58,6 +60,8 @@ class CellSizes:
     def smaller(self) -> tuple[int, ...]:
         """The numbers of ranks below the launch's with which a damaged cell of the launch goes on, ascending."""
         tensor, parts = self.launch
+        if self.only_whole:
+            return ()
         fewer = [CellCut(tensor, n) for n in range(1, parts)] if parts > 1 else [CellCut(n) for n in range(1, tensor)]
         return tuple(cut.tensor * cut.parts for cut in fewer if self.speed(cut) is not None)
 

@@ -1,14 +1,16 @@
 """The deal of a layer's experts over adjacent ranks, for the sizes in force.
 
 The ranks that have all experts together are those of several cells, of one cell, or some of one. Cells at one place of
-adjacent replicas that share the experts are a crew. The parts into which an expert is cut are those of the launch,
-since state is cut so; into how many sets the experts are dealt follows from the sizes in force.
+adjacent replicas that share the experts are a crew. Into how many sets the experts are dealt follows from the sizes in
+force. State has an expert in the parts of the launch. So has a cell whose size they divide; in another cell a rank has
+several of them, side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
 __all__ = ["ExpertDeal"]
 
@@ -25,6 +27,13 @@ class ExpertDeal:
     """Number of adjacent ranks of a cell with parts of the same experts: Megatron's expert-tensor-parallel size."""
     cell: int
     """Number of ranks of a cell."""
+
+    def over(self, homes: int, cell: int) -> ExpertDeal:
+        """Return the deal of the same experts into ``homes`` sets over cells of ``cell`` ranks; this one: the launch's.
+
+        A rank never has less than one of the launch's parts of an expert.
+        """
+        return replace(self, homes=homes, parts=gcd(self.parts, cell), cell=cell)
 
     @property
     def ranks(self) -> int:

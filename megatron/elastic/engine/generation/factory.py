@@ -238,7 +238,8 @@ class ViewFactory:
             raise PlanError("this model is computed by the tensor-parallel groups of the launch only")
         target = reshaped(launch, sizes, living, elements, self.covered, whole_cells=only_launch)
         most, memory = max(self._bytes_of_a_rank(target, living).values()), self.hardware.memory_bytes
-        most *= max(1, -(-launch.expert_homes // sizes.experts))  # as if a rank had nothing but experts
+        if launch.experts:  # as if a rank had nothing but experts
+            most *= max(1, -(-launch.deal.ranks // launch.deal.over(sizes.experts, sizes.cell).ranks))
         if most > memory:
             raise PlanError(f"a rank would need {most / 2**30:.1f} GiB and has {memory / 2**30:.1f} GiB")
         return target
@@ -271,10 +272,7 @@ class ViewFactory:
 
     def _expert_refusals(self, sizes: ParallelSizes) -> Iterator[str]:
         """Yield why ranks that share experts cannot go on with ``sizes``."""
-        launch = self.launch_topology
-        if (sizes.tensor, sizes.context) != (launch.tensor, launch.context):
-            yield f"ranks share experts: TP {launch.tensor} and CP {launch.context} of the launch stay"
-        why = replace(launch.deal, homes=sizes.experts).refusal(sizes.data)
+        why = self.launch_topology.deal.over(sizes.experts, sizes.cell).refusal(sizes.data)
         if why:
             yield why
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.plan.model import Cell, Grid
 from megatron.elastic.state.layout import ParamSpec
@@ -103,6 +104,15 @@ class LaunchTopology:
         They are behind those of :attr:`shards`.
         """
         return len(self.shards) + expert * self.expert_parts + index % self.expert_parts
+
+    def expert_spaces(self, crew: Crew, rank: int) -> tuple[int, ...]:
+        """Return the shard numbers of the experts that ``rank`` has in ``crew``, in the parts in which state has them.
+
+        Ascending for each expert.
+        """
+        each, part = self.expert_parts // crew.cut, crew.part_of(rank).index
+        launched = range(part * each, (part + 1) * each)
+        return tuple(self.expert_shard(expert, one) for expert in crew.experts_of(rank) for one in launched)
 
     def rank(self, index: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch; ``index``: in its cell."""

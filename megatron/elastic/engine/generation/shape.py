@@ -10,7 +10,7 @@ it has another cut: where the sizes have context parallelism, of fewer groups of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -74,8 +74,8 @@ class GridShape:
         return self.sizes.pipeline * self.sizes.data
 
     def deal(self, launched: ExpertDeal) -> ExpertDeal:
-        """Return how the ranks of these sizes share experts that are cut as ``launched``."""
-        return replace(launched, homes=self.sizes.experts, cell=self.sizes.cell) if launched.experts else launched
+        """Return how the ranks of these sizes share the experts of a job that was ``launched`` so."""
+        return launched.over(self.sizes.experts, self.sizes.cell) if launched.experts else launched
 
     def place(self, rank: int) -> tuple[tuple[int, ...], int | None, int | None]:
         """Return the ranks of the cell that has ``rank``, and its replica and stage; None where it waits."""

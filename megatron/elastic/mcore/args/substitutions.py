@@ -214,6 +214,7 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
     _unused("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OVERLAP),
+    _unused("moe_shared_expert_overlap", "--moe-shared-expert-overlap", _OVERLAP),
     Rule("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
         lambda value: value is not None, None, _LEAVE_OUT,
         "orders Megatron's interleaved schedule; the engine's has Megatron's default, groups of the pipeline's size"),

@@ -79,8 +79,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("context parallelism", ("--context-parallel-size", "--hierarchical-context-parallel-sizes",
                                     "--cp-comm-type"),
             lambda args: (args.context_parallel_size or 1) > 1, "refused", "works",
-            "on Megatron's own layers with --elastic only; a cell that loses a rank cuts the sequence anew, with "
-            "experts it waits"),
+            "on Megatron's own layers with --elastic only; a cell that loses a rank cuts the sequence anew; "
+            "where ranks share experts it waits"),
     Feature("context parallelism that varies by batch", ("--hybrid-context-parallel",),
             _any("hybrid_context_parallel"), "refused", "refused", f"its batches need Transformer Engine: {_GPU}, "
             f"{_PLAIN}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut
@@ -39,10 +40,10 @@ class CellLimits:
         Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`).
         """
         sizes = self.sizes
-        if (tensor, parts) != (sizes.tensor, self.config.context_parallel_size):
-            fixed = self.args.transformer_impl != "local" or only_even(self.config)
-            if fixed or tensor * parts > sizes.sequence or (parts > 1 and self._unshared()):
-                return None
+        if not self._is_launch(tensor, parts) and (
+            self._only_launch(tensor, parts) or tensor * parts > sizes.sequence or (parts > 1 and self._unshared())
+        ):
+            return None
         if tensor != sizes.tensor:
             unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
             if unknown or not self.groups_of_any_size or refusal(sizes, tensor):
@@ -52,7 +53,9 @@ class CellLimits:
         if tensor == sizes.tensor:
             return -(-PPM * longest // (whole * tensor))
         share = share_of(sizes, Position(0, tensor))
-        cuts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
+        cuts = [(share.heads, sizes.heads), (share.columns, sizes.columns)]
+        if sizes.shared_columns:
+            cuts.append((share.shared, sizes.shared_columns))
         return max(-(-PPM * (stop - start) * longest // (of * whole)) for (start, stop), of in cuts)
 
     def refusal(self, tensor: int, parts: int) -> str:
@@ -60,8 +63,9 @@ class CellLimits:
 
         Megatron asks the same of a launch with ``--context-parallel-size``.
         """
-        if parts == 1:
-            return ""
+        reason = "" if self._is_launch(tensor, parts) else self._only_launch(tensor, parts)
+        if reason or parts == 1:
+            return reason
         length, size = self.sizes.sequence, f"CP {parts}"
         if length % (2 * parts):
             return f"{size} takes a --seq-length that is a multiple of {2 * parts}, and it is {length}"
@@ -69,14 +73,34 @@ class CellLimits:
             return f"{size} and --sequence-parallel take a --seq-length that is a multiple of {tensor * parts}"
         return "" if parts == self.config.context_parallel_size else self._unshared()
 
+    def _is_launch(self, tensor: int, parts: int) -> bool:
+        return (tensor, parts) == (self.sizes.tensor, self.config.context_parallel_size)
+
+    def _only_launch(self, tensor: int, parts: int) -> str:
+        """Return why cells of such sizes, other than the launch's, cannot compute this model; empty if they may."""
+        config, sizes = self.config, self.sizes
+        if self.args.transformer_impl != "local":
+            return "layers of Transformer Engine keep the tensor- and context-parallel sizes of the launch"
+        if only_even(config) or not config.num_moe_experts:
+            return only_even(config)
+        if config.add_bias_linear:
+            return "experts with biases have no uneven tensor-parallel cut: --disable-bias-linear"
+        if config.moe_expert_capacity_factor is not None:
+            return "--moe-expert-capacity-factor drops tokens by those of one rank, which other sizes change"
+        if config.moe_router_load_balancing_type == "sinkhorn":
+            return "--moe-router-load-balancing-type sinkhorn balances the tokens of one rank, which other sizes change"
+        slices = tensor if parts == 1 else parts * lcm(2, tensor)
+        if sizes.sequence % slices:  # losses of routers take equal numbers of tokens
+            size = f"TP {tensor}, CP {parts}" if parts > 1 else f"TP {tensor}"
+            return f"experts at {size} take a --seq-length that is a multiple of {slices}, and it is {sizes.sequence}"
+        return ""
+
     def _unshared(self) -> str:
         """Return why ranks of this model cannot share the sequence in other parts than at the launch."""
         if not self.shares_sequence:
             return "no rank has a context-parallel group"
-        if self.args.transformer_impl != "local":
-            return "layers of Transformer Engine keep the context-parallel size of the launch"
         if getattr(self.config, "window_size", None):
             return "--window-size: Megatron's own layers mask by the place in a tensor"
         if getattr(self.args, "position_embedding_type", "") == "mrope":
             return "--position-embedding-type mrope needs all of the sequence on one rank"
-        return "only layers of one shape without experts come to share the sequence" if only_even(self.config) else ""
+        return ""

@@ -8,10 +8,11 @@ an expert has its number in the layer, not that on the rank, so it has the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.elastic.engine.compute.model_interface import Crew
@@ -20,6 +21,7 @@ from megatron.elastic.mcore.model.layer_specs import without_references
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 __all__ = [
+    "cell_crew",
     "deal_experts",
     "expert_of",
     "forget_sent_tokens",
@@ -27,6 +29,7 @@ __all__ = [
     "join_crew",
     "launch_crew",
     "number_experts",
+    "route_over",
     "sent_tokens",
 ]
 
@@ -41,7 +44,12 @@ def launch_crew(experts: int, homes: int, parts: int, rank: int) -> Crew:
     """
     each, first = experts // homes, rank - rank % (homes * parts)
     blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(homes) for _ in range(parts)]
-    return Crew(tuple(range(first, first + homes * parts)), tuple(blocks))
+    return Crew(tuple(range(first, first + homes * parts)), tuple(blocks), parts)
+
+
+def cell_crew(experts: int, ranks: Sequence[int]) -> Crew:
+    """Return the crew of a tensor-parallel group whose ranks have a part of every expert each."""
+    return Crew(tuple(ranks), (tuple(range(experts)),) * len(ranks), len(ranks))
 
 
 def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -> None:
@@ -75,6 +83,14 @@ def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf)
     for layer in _layers(module):
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
+
+
+def route_over(module: torch.nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Make the routers in ``module`` balance tokens over these ``groups``, by Megatron's names of them."""
+    for layer in _layers(module):
+        for name, group in groups.items():
+            if hasattr(layer.router, name):
+                setattr(layer.router, name, group)
 
 
 def forget_sent_tokens(modules: Iterable[torch.nn.Module]) -> None:

@@ -17,30 +17,24 @@ names the parts of the launch's shards that they hold. In one that shares the se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron.elastic.engine.compute.model_interface import CellPlace, Crew, ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut, is_sliced, length_of
 from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.cell_limits import CellLimits
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
-from megatron.elastic.mcore.model.dropout import key_module, launch_slices
+from megatron.elastic.mcore.model.dropout import key_module
 from megatron.elastic.mcore.model.expert_homes import (
-    expert_of,
     forget_sent_tokens,
     is_expert,
-    join_crew,
-    launch_crew,
-    number_experts,
     sent_tokens,
 )
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
@@ -48,20 +42,17 @@ from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, 
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.quantized_weights import quantize_anew
+from megatron.elastic.mcore.model.rank_places import CellGroups, RankPlaces
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
-from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
 from megatron.elastic.mcore.model.tensor_cut import (
     LAYER_NAMES,
     Sizes,
     covered_shards,
-    is_cut,
-    launch_shape,
-    local_shape,
-    overlaps_of,
 )
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
+from megatron.elastic.mcore.model.unit_parameters import TIED_NAME, UnitParameters
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import (
@@ -78,7 +69,6 @@ from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
 
-_TIED_NAME = "word_embeddings.weight"
 _CUTS = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -108,35 +98,28 @@ class GptInterface:
         context_group: GroupOf | None = None,
         rank: int | None = None,
     ) -> None:
-        self._rank = dist.get_rank() if rank is None else rank
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
         self._config = get_model_config(chunks[0])
-        self._groups = groups
         self._reads_data = reads_data
-        self._tensor_group = tensor_group
         self._layer_losses = layer_losses or LayerLosses()
-        self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
-        self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
-        self._limits = CellLimits(self._sizes, self._config, args, tensor_group is not None, context_group is not None)
-        self._place: TensorPlace | None = None
-        """This rank's place in its cell; None: as at the launch."""
-        self._context, self._context_group = context or ContextParallel(), context_group
-        self._cut = self._cut_over(self._sizes.tensor if self._config.context_parallel_size > 1 else None)
-        """The present cut of the sequence over a cell."""
-        self._launch_part = self._context.part = self._part_at_launch()
+        sizes = self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
+        self._limits = CellLimits(sizes, self._config, args, tensor_group is not None, context_group is not None)
+        cell_groups = CellGroups(tensor_group, crew_group, context_group)
+        self._places = RankPlaces(dist.get_rank() if rank is None else rank, sizes, self._config, cell_groups)
+        self._context = context or ContextParallel()
+        self._context.part = self._places.launch_part
         self._has_read = False
         """True once the script has read a batch here."""
-        self._crew_group = crew_group
-        self._launch_crew = self._crew_at_launch()
+        self._places.number_experts(self._chunks)
         self._linears = SplitLinears()
         self._anatomy = Anatomy(chunks, self._prepare, LayerSpecs.of([unwrapped(chunk) for chunk in chunks], args))
         self.compute_units = self._anatomy.units
-        self._specs: dict[tuple[int, tuple[int, ...]], tuple[ParamSpec, ...]] = {}
-        self._units = self._sort_parameters()
-        self._join_crew(self._chunks, None)
+        self._parameters = UnitParameters(self._anatomy, sizes, groups)
+        self._units = self._parameters.held(None, self._places.experts_of(None))
+        self._places.join_crew(self._chunks, None, None)
         self._split(self._chunks)
-        if self._launch_part is not None:
+        if self._context.part is not None:
             self._anatomy.each(lambda inner, module: self._key(inner, module, None))
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
         self._told: Callable[[int], None] | None = None
@@ -149,7 +132,7 @@ class GptInterface:
     @property
     def tied_unit(self) -> int | None:
         """The state-only unit of tied embeddings, if the model ties them."""
-        return self.compute_units if self._anatomy.tied else None
+        return self._parameters.tied_unit
 
     def _prepare(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
         self._key(inner, module, place)
@@ -157,87 +140,19 @@ class GptInterface:
 
     def _key(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
         """Have dropout draw the masks of this rank's place and part of the sequence."""
-        slices = launch_slices(self._config, self._launch_position.index) if place is None else place.slices
-        position = self._launch_position if place is None else place.position
-        part = self._context.part
-        key_module(inner, module, slices if part is None else slices.of_part(part, position))
-
-    def _part_at_launch(self) -> SequencePart | None:
-        """Return the part of the sequence that Megatron gives this rank; ``None`` without context parallelism."""
-        cut, count = self._cut, self._config.context_parallel_size
-        if cut is None or cut.tensor is None:
-            return None
-        part = Position(self._rank // cut.tensor % count, count)
-        if self._context_group is None:
-            return SequencePart(cut, part, parallel_state.get_context_parallel_group())
-        # Not Megatron's group: a rank that joins a running job has another one, and so have ranks that had another cut.
-        ranks = tuple(self._rank + (index - part.index) * cut.tensor for index in range(count))
-        return SequencePart(cut, part, self._context_group(ranks))
-
-    def _part_of(self, place: CellPlace | None) -> SequencePart | None:
-        """Return the part of the sequence at a place in a cell; ``None``: all of it, as Megatron computes it.
-
-        Modules that Megatron built for context parallelism need a part also where it is all of the sequence.
-        """
-        launched = self._launch_part
-        if place is None or self._context_group is None or (launched is None and place.team is None):
-            return launched
-        cut = SequenceCut(self._sizes.sequence, self._sizes.sequence_parallel, place.position.count)
-        return SequencePart(cut, place.part, self._context_group(place.context_ranks))
-
-    def _cut_over(self, team: int | None) -> SequenceCut | None:
-        """Return how cells cut the sequence; ``team``: :attr:`CellPlace.team`."""
-        parallel = self._sizes.sequence_parallel
-        return SequenceCut(self._sizes.sequence, parallel, team) if parallel or team is not None else None
-
-    def _crew_at_launch(self) -> Crew | None:
-        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
-        sizes, rank = self._sizes, self._rank
-        if not sizes.experts:
-            return None
-        crew = launch_crew(sizes.experts, sizes.expert_homes, sizes.expert_parts, rank)
-        number_experts(self._chunks, crew, rank, sizes.expert_parts)
-        return crew
-
-    def _crew_of(self, place: TensorPlace | None) -> Crew | None:
-        return self._launch_crew if place is None else place.crew
-
-    def _experts_of(self, place: TensorPlace | None) -> tuple[int, ...]:
-        """Return the experts that this rank has of each layer at ``place``; none where ranks share no experts."""
-        crew = self._crew_of(place)
-        return () if crew is None else crew.experts_of(self._rank if place is None else place.rank)
-
-    def _join_crew(self, module: torch.nn.Module, place: TensorPlace | None) -> None:
-        crew = self._crew_of(place)
-        if crew is not None and self._crew_group is not None:
-            join_crew(module, crew, self._rank if place is None else place.rank, self._crew_group)
-
-    def _place_of(self, place: CellPlace | None) -> TensorPlace | None:
-        """Return the place that layers are built for; ``None`` if it is that of the launch, in the launch's group."""
-        if place is None:
-            return None
-        rank = place.ranks[place.index]
-        if place.position == self._launch_position:
-            group = parallel_state.get_tensor_model_parallel_group()
-            if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.tensor_ranks:
-                if place.crew in (None, self._launch_crew):
-                    return None
-                return TensorPlace(place.position, group, self._sizes, rank, place.crew, launched=True)
-        if self._tensor_group is None:
-            raise ValueError(f"this rank's layers are those of {self._launch_position}, not of {place.position}")
-        return TensorPlace(place.position, self._tensor_group(place.tensor_ranks), self._sizes, rank, place.crew)
+        key_module(inner, module, self._places.slices(place, self._context.part))
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """Return the shards of which a position computes a part (:class:`ModelInterface`)."""
         names: tuple[str, ...] = LAYER_NAMES
         if unit in (0, self.compute_units - 1, self.tied_unit):
             holds_weight = self.tied_unit is None or unit == self.tied_unit
-            names = (_TIED_NAME,) if holds_weight else ()
+            names = (TIED_NAME,) if holds_weight else ()
         return covered_shards(self._sizes, position, names)
 
     def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
         """Return the overlaps of a parameter at a place (:class:`ModelInterface`)."""
-        return self._overlaps(spec, self._place_of(place))
+        return self._parameters.overlaps(spec, self._places.of(place))
 
     def largest_part(self, tensor: int, parts: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer on one rank (:class:`ModelInterface`)."""
@@ -259,23 +174,21 @@ class GptInterface:
 
     def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Build modules ahead of :meth:`hold` (:class:`ModelInterface`)."""
-        self._anatomy.prepare(units, self._place_of(place))
+        self._anatomy.prepare(units, self._places.of(place))
 
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Hold exactly ``units`` (:class:`ModelInterface`).
 
         Raises ``ConfigError`` for a model that cannot be cut for that place; nothing changes then.
         """
-        built_for, before = self._place_of(place), self._context.part
-        self._context.part = self._part_of(place)
-        if place is not None:
-            self._cut = self._cut_over(place.team)
+        built_for = self._places.of(place)
+        self._context.part = self._places.part_of(place)
         self._anatomy.hold([unit for unit in units if unit < self.compute_units], built_for)
-        if before is not None or self._context.part is not None:  # units that stay may have another part
-            self._anatomy.each(lambda inner, module: self._key(inner, module, built_for))
-        self._anatomy.each(lambda inner, module: self._join_crew(module, built_for))
-        self._place = built_for
-        self._units = self._sort_parameters()
+        # Units that stay may have another part now, and those of the launch that come back may have had one.
+        self._anatomy.each(lambda inner, module: self._key(inner, module, built_for))
+        self._anatomy.each(lambda inner, module: self._places.join_crew(module, built_for, place))
+        self._places.enter(built_for, place)
+        self._units = self._parameters.held(built_for, self._places.experts_of(built_for))
         if self.held_units() != tuple(sorted(units)):
             raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
 
@@ -298,7 +211,7 @@ class GptInterface:
 
     def reads_data(self) -> bool:
         """Return whether this rank reads the data set (:class:`ModelInterface`)."""
-        return self._reads_data if self._place is None else self._place.position.index == 0
+        return self._reads_data if self._places.present is None else self._places.present.position.index == 0
 
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (:class:`ModelInterface`)."""
@@ -315,7 +228,7 @@ class GptInterface:
 
     def cut_sequence(self) -> SequenceCut | None:
         """Return how cells cut the sequence (:class:`ModelInterface`)."""
-        return self._cut
+        return self._places.cut
 
     def whole_sequence_line(self, ranks: Sequence[int]) -> str:
         """Return the line that a cell of ``ranks`` computes without sequence parallelism; empty if it has that."""
@@ -330,13 +243,13 @@ class GptInterface:
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a unit's forward keeps (:class:`ModelInterface`)."""
-        uneven = self._place is not None and not self._place.even
-        vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
+        uneven = self._places.present is not None and not self._places.present.even
+        vocabulary = self._places.present.vocabulary if self._places.present is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
         layer = 0 < unit < last
         routed = layer and routed_layers(self._config)[unit - 1]
         config = sized_as_layer(config, unit) if layer else config
-        length, part = self._args.seq_length, self._launch_part
+        length, part = self._args.seq_length, self._places.launch_part
         own = length if part is None else part.longest
         return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)
 
@@ -347,7 +260,7 @@ class GptInterface:
         token that is predicted.
         """
         if not is_expert(spec.name):
-            outputs = _TIED_NAME if self._anatomy.output_tied else "output_layer.weight"
+            outputs = TIED_NAME if self._anatomy.output_tied else "output_layer.weight"
             return PPM * (1 + predicts(self._config)) if spec.name == outputs else PPM
         config, sizes = self._config, self._sizes
         ranks = sizes.expert_homes * sizes.expert_parts if sizes.experts else sizes.tensor
@@ -362,8 +275,8 @@ class GptInterface:
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
         """Run a piece (:class:`ModelInterface`). Raises ``ValueError`` if the output has another number of rows."""
-        if self._place is not None:
-            self._place.require_group()
+        if self._places.present is not None:
+            self._places.present.require_group()
         with self._running(piece, place):
             segment = self._anatomy.segment(piece.first, piece.end)
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
@@ -414,7 +327,7 @@ class GptInterface:
         weight = self._anatomy.tied_parameter()
         assert weight is not None
         model.shared_embedding_or_output_weight = lambda: own_use(
-            weight, lambda gradient: contribute(unit, _TIED_NAME, gradient)
+            weight, lambda gradient: contribute(unit, TIED_NAME, gradient)
         )
         try:
             yield
@@ -439,7 +352,8 @@ class GptInterface:
     def weigh_layer_losses(self, weight: float) -> None:
         """Weigh the losses that layers add, and forget values and counts (:class:`ModelInterface`)."""
         if self._config.num_moe_experts or predicts(self._config):
-            self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
+            device = torch.device(torch.cuda.current_device())
+            self._layer_losses.weigh(weight, device, self._places.fewer_tokens)
             forget_tokens(self._anatomy.modules())
             forget_sent_tokens(self._anatomy.modules())
 
@@ -447,7 +361,7 @@ class GptInterface:
         """Return the losses that layers add (:class:`ModelInterface`)."""
         part, groups = self._context.part, list[dist.ProcessGroup]()
         if self._anatomy.config.tensor_model_parallel_size > 1:
-            groups.append(self._cell_group())
+            groups.append(self._places.tensor_group)
         if part is not None and part.group is not None:
             groups.append(part.group)
         return self._layer_losses.take(groups)
@@ -465,12 +379,9 @@ class GptInterface:
         """Return unit → bias of its router, of the modules of the launch: as loaded from a checkpoint."""
         return present_bias((self._chunks,))
 
-    def _cell_group(self) -> dist.ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
-
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) partial gradients over the tensor-parallel group."""
-        group = self._cell_group()
+        group = self._places.tensor_group
         size = self._anatomy.config.tensor_model_parallel_size
         if size == 1:
             return
@@ -500,62 +411,6 @@ class GptInterface:
             or normalises_qk
         )
 
-    def _sort_parameters(self) -> dict[int, tuple[UnitParameter, ...]]:
-        """Return the parameters of held units; a unit's specification is fixed when it is first held."""
-        units: dict[int, list[tuple[str, torch.nn.Parameter]]] = {
-            unit: list(self._anatomy.named_parameters(unit)) for unit in self._anatomy.held()
-        }
-        shared = self._anatomy.tied_parameter() if self.tied_unit is not None else None
-        if shared is not None and self.tied_unit is not None:
-            units[self.tied_unit] = [("embedding.word_embeddings.weight", shared)]
-        found: dict[int, tuple[UnitParameter, ...]] = {}
-        for unit, named in units.items():
-            key = unit, self._experts_of(self._place)
-            if key not in self._specs:
-                self._specs[key] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
-            found[unit] = tuple(
-                UnitParameter(spec, parameter, self._checked_overlaps(spec, parameter))
-                for spec, (_, parameter) in zip(self._specs[key], named, strict=True)
-            )
-        return found
-
-    def _checked_overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
-        """Return the overlaps of a parameter at this rank's place. Raises ``ValueError`` if it has another shape."""
-        if self._place is not None and spec.expert is None:
-            expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
-            if parameter.numel() and parameter.shape != expected:
-                found = tuple(parameter.shape)
-                raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
-        return self._overlaps(spec, self._place)
-
-    def _overlaps(self, spec: ParamSpec, place: TensorPlace | None) -> tuple[Overlap, ...] | None:
-        if place is None or spec.expert is not None:
-            return None
-        return overlaps_of(self._sizes, place.position, spec.name, spec.sharded, spec.shape)
-
-    def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
-        key = self._groups.key(name, parameter)
-        shape = tuple(parameter.shape)
-        if self._place is not None and not self._place.even:
-            shape = launch_shape(self._sizes, name, shape)
-        experts, local = self._experts_of(self._place), self._local_name(unit, name)
-        local, expert = expert_of(local, experts) if experts else (local, None)
-        return ParamSpec(
-            name=local,
-            numel=math.prod(shape),
-            shape=shape,
-            sharded=is_cut(name) or bool(getattr(parameter, "tensor_model_parallel", False)),
-            weight_decay_multiplier=key.wd_mult,
-            group=key.index,
-            expert=expert,
-        )
-
-    def _local_name(self, unit: int, name: str) -> str:
-        """Return a parameter's name within its unit, equal on every holder."""
-        if unit == self.tied_unit:
-            return _TIED_NAME
-        return name.removeprefix(f"decoder.layers.{unit - 1}.") if 0 < unit < self.compute_units - 1 else name
-
     @contextmanager
     def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
         """Set Megatron's global stage and micro-batch size to those of one piece, inside the context."""
@@ -567,7 +422,7 @@ class GptInterface:
         }
         before = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)
-        group = as_tensor_group(self._place.group) if self._place is not None else nullcontext()
+        group = as_tensor_group(self._places.present.group) if self._places.present is not None else nullcontext()
         part = self._context.part
         shared = as_context_group(part.group) if part is not None and part.group is not None else nullcontext()
         try:

@@ -67,11 +67,15 @@ class LayerLosses:
             Patch(further + "track_mtp_metrics", why, _reporting_nothing),
         )
 
-    def weigh(self, weight: float, device: torch.device) -> None:
-        """Multiply gradients of these losses by ``weight`` from now on, and forget the values."""
+    def weigh(self, weight: float, device: torch.device, fewer_tokens: float = 1.0) -> None:
+        """Multiply gradients of these losses by ``weight`` from now on, and forget the values.
+
+        ``fewer_tokens``: how many times fewer tokens of a micro-batch a rank has than at launch. Under a loss per token
+        Megatron multiplies the losses of routers by the tokens of one rank.
+        """
         self._sums.clear()
-        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
-            scaler.set_loss_scale(torch.tensor([weight], device=device))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight * fewer_tokens], device=device))
+        MTPLossAutoScaler.set_loss_scale(torch.tensor([weight], device=device))
 
     def take(self, groups: Sequence[dist.ProcessGroup]) -> Mapping[str, tuple[float, float]]:
         """Return name → (sum, number of values) over the ranks of a cell; collective in its ``groups``, one by one."""

@@ -5,7 +5,8 @@ A share is the part of each tensor axis that one position computes:
 - *Attention.* With at least n query groups, whole groups are dealt as evenly as possible; the first positions get one
   more. With fewer, the positions are dealt over the groups, and the heads of a group over its positions. Each of these
   computes the group's key and value, so their gradient is the sum over these positions.
-- *Columns of the MLP and rows of the vocabulary* are dealt as evenly as possible.
+- *Columns of the MLP, of a shared expert and of an expert, and rows of the vocabulary* are dealt as evenly as possible.
+  Where ranks share experts (expert parallelism), an expert's columns have a cut of their own (:func:`expert_overlaps`).
 - *Sequence parallelism* is on only where n is above one and divides the sequence; otherwise it is off for the cell.
 
 With n = T the share is Megatron's own. Its fused query, key and value rows are then cut evenly, also inside a group.
@@ -14,10 +15,11 @@ Each axis below is one dimension of the whole parameter; a share of it is a list
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.elastic.engine.compute.sequence_cut import is_sliced
 from megatron.elastic.state.coverage import Overlap, Position, common_shard
@@ -28,6 +30,8 @@ __all__ = [
     "TensorShare",
     "covered_shards",
     "deal",
+    "expert_overlaps",
+    "expert_shape",
     "is_cut",
     "launch_shape",
     "local_shape",
@@ -41,27 +45,49 @@ T = TypeVar("T")
 Run = tuple[int, int]
 """``[start, stop)``, in elements of a dimension of the whole parameter."""
 
-_QKV, _HEADS, _GATED, _COLUMNS, _VOCABULARY = "qkv", "heads", "gated columns", "columns", "vocabulary"
+
+class _Axis(NamedTuple):
+    """The dimension of a whole parameter that is cut."""
+
+    kind: str
+    gated: bool = False
+    """True if the parameter is [gate; up] where MLPs are gated."""
+
+
+_QKV, _HEADS, _VOCABULARY = _Axis("qkv"), _Axis("heads"), _Axis("vocabulary")
+_MLP, _SHARED, _EXPERT = "MLP columns", "columns of shared experts", "columns of an expert"
 
 LAYER_NAMES = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_proj.weight",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
+    "shared_experts.linear_fc1.weight",
+    "shared_experts.linear_fc2.weight",
+    "local_experts.linear_fc1.weight",
+    "local_experts.linear_fc2.weight",
 )
-"""Cut parameters of a layer, one for each axis."""
+"""Cut parameters that a layer may have, one for each axis."""
 
-_CUTS: dict[str, tuple[str, int]] = {
+_CUTS: dict[str, tuple[_Axis, int]] = {
     "self_attention.linear_qkv.weight": (_QKV, 0),
     "self_attention.linear_qkv.bias": (_QKV, 0),
     "self_attention.linear_proj.weight": (_HEADS, 1),
-    "mlp.linear_fc1.weight": (_GATED, 0),
-    "mlp.linear_fc1.bias": (_GATED, 0),
-    "mlp.linear_fc2.weight": (_COLUMNS, 1),
+    "mlp.linear_fc1.weight": (_Axis(_MLP, gated=True), 0),
+    "mlp.linear_fc1.bias": (_Axis(_MLP, gated=True), 0),
+    "mlp.linear_fc2.weight": (_Axis(_MLP), 1),
+    "shared_experts.linear_fc1.weight": (_Axis(_SHARED, gated=True), 0),
+    "shared_experts.linear_fc2.weight": (_Axis(_SHARED), 1),
+    "local_experts.linear_fc1.weight": (_Axis(_EXPERT, gated=True), 0),
+    "local_experts.linear_fc2.weight": (_Axis(_EXPERT), 1),
     "word_embeddings.weight": (_VOCABULARY, 0),
     "output_layer.weight": (_VOCABULARY, 0),
 }
-"""End of a parameter's name → its axis and the dimension that is cut. All other parameters are replicated."""
+"""End of a parameter's name, without the number of an expert → its axis and the dimension that is cut.
+
+All other parameters are replicated.
+"""
+_NUMBER = re.compile(r"(?<=local_experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -84,6 +110,11 @@ class Sizes:
     """Padded size."""
     sequence: int
     sequence_parallel: bool
+    """True if cells of several ranks slice the sequence: with Megatron's flag, and always in a model with experts."""
+    shared_columns: int = 0
+    """Hidden size of shared experts together; 0: there are none."""
+    expert_columns: int = 0
+    """Hidden size of an expert; 0: there are none."""
     experts: int = 0
     """Experts of a layer, where ranks share them; else 0."""
     expert_homes: int = 1
@@ -105,11 +136,20 @@ class Sizes:
             output_gate=bool(getattr(config, "attention_output_gate", False)),
             vocabulary=vocabulary,
             sequence=sequence,
-            sequence_parallel=bool(config.sequence_parallel),
+            sequence_parallel=bool(config.sequence_parallel or config.num_moe_experts),
+            shared_columns=(config.moe_shared_expert_intermediate_size or 0) if config.num_moe_experts else 0,
+            expert_columns=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if config.num_moe_experts else 0,
             experts=config.num_moe_experts if homes > 1 else 0,
             expert_homes=homes,
             expert_parts=(getattr(config, "expert_tensor_parallel_size", 1) or 1) if homes > 1 else 1,
         )
+
+    @property
+    def cut_columns(self) -> dict[str, int]:
+        """Kind of axis → columns that tensor-parallel ranks share; an expert's only where ranks share no experts."""
+        expert = 0 if self.experts else self.expert_columns
+        found = {_MLP: self.columns, _SHARED: self.shared_columns, _EXPERT: expert}
+        return {kind: columns for kind, columns in found.items() if columns}
 
 
 @dataclass(frozen=True)
@@ -121,6 +161,10 @@ class TensorShare:
     columns: Run
     vocabulary: Run
     sequence_parallel: bool
+    shared: Run = (0, 0)
+    """Columns of the shared experts."""
+    expert: Run = (0, 0)
+    """Columns of each expert, where ranks share no experts."""
 
 
 def deal(total: int, parts: int) -> tuple[Run, ...]:
@@ -135,7 +179,7 @@ def refusal(sizes: Sizes, count: int) -> str:
     groups = f"{sizes.groups} query groups of {sizes.heads // sizes.groups} heads"
     if -(-count // sizes.groups) > sizes.heads // sizes.groups:
         return f"{count} tensor-parallel ranks cannot share {groups}: each needs a head"
-    for name, total in (("MLP columns", sizes.columns), ("rows of the vocabulary", sizes.vocabulary)):
+    for name, total in (*sizes.cut_columns.items(), ("rows of the vocabulary", sizes.vocabulary)):
         if total < count:
             return f"{count} tensor-parallel ranks cannot share {total} {name}"
     return ""
@@ -158,12 +202,15 @@ def share_of(sizes: Sizes, position: Position) -> TensorShare:
         inside = deal(each, stop - first)[index - first]
         groups = group, group + 1
         heads = group * each + inside[0], group * each + inside[1]
+    mine = {kind: deal(columns, count)[index] for kind, columns in sizes.cut_columns.items()}
     return TensorShare(
         heads=heads,
         groups=groups,
-        columns=deal(sizes.columns, count)[index],
+        columns=mine.get(_MLP, (0, 0)),
         vocabulary=deal(sizes.vocabulary, count)[index],
         sequence_parallel=sizes.sequence_parallel and is_sliced(count, sizes.sequence),
+        shared=mine.get(_SHARED, (0, 0)),
+        expert=mine.get(_EXPERT, (0, 0)),
     )
 
 
@@ -223,28 +270,60 @@ def covered_shards(sizes: Sizes, position: Position, names: Iterable[str]) -> tu
     return tuple(sorted(found))
 
 
-def _cut(name: str) -> tuple[str, int] | None:
+def expert_shape(sizes: Sizes, name: str, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the launch's shape of one part of an expert that ranks share; ``local``: its shape in any cut."""
+    cut = _cut(name)
+    if cut is None:
+        return tuple(local)
+    return _with(tuple(local), cut[1], _length(_even_runs(sizes, cut[0], Position(0, sizes.expert_parts))))
+
+
+def expert_overlaps(
+    sizes: Sizes, expert: int, part: Position, name: str, launch: Sequence[int]
+) -> tuple[Overlap, ...] | None:
+    """Return the overlaps of a weight of an expert that ranks share, on a rank that has ``part`` of it.
+
+    ``launch``: the shape of one of the launch's parts, of which state has each in a shard of its own, behind those of
+    the unit. ``None``: the rank has one of these, whole. Raises ``ValueError`` if it is cut in an unknown way.
+    """
+    if part.count == sizes.expert_parts:
+        return None
+    cut = _cut(name)
+    if cut is None:
+        raise ValueError(f"parameter {name} differs between parts of an expert in an unknown way")
+    axis, dim = cut
+    whole, mine = tuple((0, size) for size in launch), _even_runs(sizes, axis, part)
+    first = common_shard(sizes.tensor) + 1 + expert * sizes.expert_parts
+    return tuple(
+        Overlap(first + one, _with(whole, dim, here), _with(whole, dim, there))
+        for one in range(sizes.expert_parts)
+        for here, there in _common(mine, _even_runs(sizes, axis, Position(one, sizes.expert_parts)))
+    )
+
+
+def _cut(name: str) -> tuple[_Axis, int] | None:
     """Return the axis and dimension along which the parameter is cut; ``None`` if it is replicated."""
+    name = _NUMBER.sub("", name)
     return next((cut for end, cut in _CUTS.items() if name == end or name.endswith("." + end)), None)
 
 
-def _mine(sizes: Sizes, axis: str, position: Position) -> list[Run]:
+def _mine(sizes: Sizes, axis: _Axis, position: Position) -> list[Run]:
     """Return a position's intervals of an axis; of as many ranks as at the launch they are the launch's."""
     if position.count == sizes.tensor:
         return _launch_runs(sizes, axis, position.index)
     return _runs(sizes, axis, share_of(sizes, position))
 
 
-def _runs(sizes: Sizes, axis: str, share: TensorShare) -> list[Run]:
+def _runs(sizes: Sizes, axis: _Axis, share: TensorShare) -> list[Run]:
     """Return a share's intervals of an axis, in the order of the local parameter."""
     if axis == _QKV:
         return _qkv_runs(sizes, share)
     if axis == _HEADS:
         return [(share.heads[0] * sizes.channels, share.heads[1] * sizes.channels)]
-    if axis == _GATED and sizes.gated:
-        first, stop = share.columns
-        return [share.columns, (sizes.columns + first, sizes.columns + stop)]
-    return [share.vocabulary if axis == _VOCABULARY else share.columns]
+    if axis == _VOCABULARY:
+        return [share.vocabulary]
+    mine = {_MLP: share.columns, _SHARED: share.shared, _EXPERT: share.expert}[axis.kind]
+    return _with_gate(sizes, axis, mine)
 
 
 def _qkv_runs(sizes: Sizes, share: TensorShare) -> list[Run]:
@@ -263,7 +342,7 @@ def _qkv_runs(sizes: Sizes, share: TensorShare) -> list[Run]:
     return [(start + a, start + b) for a, b in rows]
 
 
-def _launch_runs(sizes: Sizes, axis: str, shard: int) -> list[Run]:
+def _launch_runs(sizes: Sizes, axis: _Axis, shard: int) -> list[Run]:
     """Return the intervals of a launch shard: every axis is divided evenly."""
     if axis == _QKV:
         each = sizes.heads * (2 if sizes.output_gate else 1) + 2 * sizes.groups
@@ -272,8 +351,20 @@ def _launch_runs(sizes: Sizes, axis: str, shard: int) -> list[Run]:
         return [deal(sizes.heads * sizes.channels, sizes.tensor)[shard]]
     if axis == _VOCABULARY:
         return [deal(sizes.vocabulary, sizes.tensor)[shard]]
-    first, stop = deal(sizes.columns, sizes.tensor)[shard]
-    return [(first, stop), (sizes.columns + first, sizes.columns + stop)][: 2 if axis == _GATED and sizes.gated else 1]
+    columns = sizes.cut_columns.get(axis.kind, 0)
+    return _with_gate(sizes, axis, deal(columns, sizes.tensor)[shard])
+
+
+def _even_runs(sizes: Sizes, axis: _Axis, part: Position) -> list[Run]:
+    """Return the intervals of one of equal parts of an expert."""
+    return _with_gate(sizes, axis, deal(sizes.expert_columns, part.count)[part.index])
+
+
+def _with_gate(sizes: Sizes, axis: _Axis, columns: Run) -> list[Run]:
+    """Return the intervals of a weight of an MLP with these hidden columns."""
+    total = {_MLP: sizes.columns, _SHARED: sizes.shared_columns, _EXPERT: sizes.expert_columns}[axis.kind]
+    gate = [(total + columns[0], total + columns[1])] if axis.gated and sizes.gated else []
+    return [columns, *gate]
 
 
 def _common(mine: Sequence[Run], theirs: Sequence[Run]) -> list[tuple[Run, Run]]:

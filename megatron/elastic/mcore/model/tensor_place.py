@@ -6,6 +6,9 @@ uneven share is therefore built for a group of one, from a copy of the configura
 depend on the group's size, and the range of the vocabulary. Attention keeps its group size of one, since its local
 heads have all query groups that they need.
 
+Experts of a layer have the parts of the rank's crew. Where ranks share no experts, each rank of the cell has a part of
+every one, and the ranks exchange tokens as a crew (:mod:`crew_dispatcher`).
+
 With the launch's size Megatron's own division is used. Modules may be built before the cell's group has its members:
 only :meth:`TensorPlace.settle` names the real group, and it runs when the cell computes.
 """
@@ -37,8 +40,8 @@ __all__ = ["TensorPlace", "only_even"]
 
 def only_even(config: Any) -> str:
     """Return why a model with this configuration cannot be cut unevenly; empty if it can."""
-    if config.num_moe_experts or getattr(config, "multi_latent_attention", False):
-        return "experts and latent attention have no uneven tensor-parallel cut"
+    if getattr(config, "multi_latent_attention", False):
+        return "latent attention has no uneven tensor-parallel cut"
     if of_many_shapes(config):
         return "layers of different shapes have no uneven tensor-parallel cut"
     if predicts(config):
@@ -60,7 +63,7 @@ class TensorPlace:
     sizes: Sizes
     rank: int = 0
     crew: Crew | None = None
-    """The crew of ``rank``, where ranks share experts."""
+    """The ranks with which ``rank`` exchanges tokens, in a model with experts."""
     launched: bool = False
     """True if position and group are those of the launch: only the crew is another one."""
 
@@ -107,7 +110,16 @@ class TensorPlace:
         mine.num_attention_heads = share.heads[1] - share.heads[0]
         mine.num_query_groups = share.groups[1] - share.groups[0]
         mine.ffn_hidden_size = share.columns[1] - share.columns[0]
+        if self.sizes.shared_columns:
+            mine.moe_shared_expert_intermediate_size = share.shared[1] - share.shared[0]
+        if self._deals_columns_of_experts:
+            mine.moe_ffn_hidden_size = share.expert[1] - share.expert[0]
         return mine
+
+    @property
+    def _deals_columns_of_experts(self) -> bool:
+        """True if the columns of each expert are dealt over the cell, not by Megatron over equal parts."""
+        return not self.even and self.sizes.expert_columns > 0 and self.sizes.experts == 0
 
     @property
     def vocabulary(self) -> int:
@@ -126,9 +138,11 @@ class TensorPlace:
         mine = self.groups(collection)
         mine.tp = self._stand_in
         if self.crew is not None:
-            parts = self.sizes.expert_parts
+            part = self.crew.part_of(self.rank)
             mine.ep = GroupStandIn(0, self.sizes.expert_homes)
-            mine.expt_tp = GroupStandIn(self.position.index % parts, parts)
+            mine.expt_tp = (
+                GroupStandIn(0, 1) if self._deals_columns_of_experts else GroupStandIn(part.index, part.count)
+            )
         return mine
 
     def deal_experts(self, layer: torch.nn.Module, building: Any) -> None:
@@ -166,9 +180,12 @@ class TensorPlace:
             found = f"rank {self.group.rank()} of {self.group.size()}"
             raise RuntimeError(f"layers of {self.position} cannot run as {found} of a tensor-parallel group")
 
-    def _settle_flags(self, module: torch.nn.Module) -> None:
+    def _settle_flags(self, module: Any) -> None:
         """Set what depends on the size of the group, or on the place in it."""
         parallel = self.share.sequence_parallel
+        if getattr(module, "is_expert", False):
+            module.explicit_expert_comm = True  # the dispatcher gathers and sums, as where Megatron cuts experts
+            return
         if isinstance(module, ColumnParallelLinear):
             if module.gather_output:
                 raise ConfigError("outputs of uneven sizes cannot be gathered: build the model with parallel_output")
