@@ -24,6 +24,7 @@ from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.group import Enqueued
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
+from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
 from megatron.elastic.config import ElasticConfig
@@ -345,6 +346,48 @@ def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(
         return gathering.is_completed()
 
     assert job.threads[0].submit(alone).result(20), "the other rank never comes"
+
+
+def check_an_operation_that_is_only_enqueued_is_reported_as_not_done(folder: Path) -> None:
+    """Its call has returned, and the owner of a block dies: no call tells of it, and the memory has no values."""
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group, end = job.fabrics[0], job.groups[0], time.monotonic() + 20
+    while fabric.unfinished() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not fabric.unfinished(), "the sum is done on both devices"
+
+    def gather() -> torch.Tensor:
+        values = torch.full((4,), -1.0, device="standin:0")
+        fabric.all_gather_blocks(group, values, [BlockRange(0, 4, 1)])
+        return values
+
+    values = job.threads[0].submit(gather).result(20)
+    assert fabric.unfinished(), "the device waits"
+    fabric.interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
+    assert fabric.unfinished() and values.tolist() == [-1.0] * 4, "it has ended without the owner"
+    job.threads[0].submit(fabric.edit, 2, {0: fabric.address()}, 20.0).result(20)
+    assert not fabric.unfinished()
+
+
+def check_what_was_enqueued_before_a_refusal_ends_with_its_generation(folder: Path) -> None:
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group = job.fabrics[0], job.groups[0]
+
+    def refused() -> None:
+        tensor = torch.ones(4, device="standin:0")
+        with pytest.raises(VendorError, match="bad"), fabric.using(group) as communicator:  # type: ignore[arg-type]
+            communicator.all_reduce(tensor, dist.ReduceOp.SUM)
+            raise VendorError("bad")
+
+    job.threads[0].submit(refused).result(20)
+    assert job.waits(0, (1,)) and fabric.unfinished()
+    fabric.interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
 
 
 def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_waits_for_none() -> None:

@@ -123,6 +123,8 @@ class DeviceFabric(NativeFabric):
         """The stream of operations in the background."""
         self._settling = threading.RLock()
         self._interrupting = threading.Lock()
+        self._cut_off = False
+        """An interruption has ended operations of this generation that were not done."""
         self._revoking: list[threading.Thread] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
@@ -140,7 +142,7 @@ class DeviceFabric(NativeFabric):
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
         with self._interrupting:
-            revoking, self._revoking = self._revoking, []
+            revoking, self._revoking, self._cut_off = self._revoking, [], False
         for thread in revoking:
             thread.join()
         if self._stream is not None:
@@ -155,6 +157,7 @@ class DeviceFabric(NativeFabric):
             super().interrupt(generation)
             self.outbox.void(generation)
             stuck = [held for held in list(self._held.values()) if held.in_flight()]
+            self._cut_off = self._cut_off or bool(stuck)  # before any of them ends by it
             if stuck:
                 revoke = partial(self._revoke, stuck, generation)
                 thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
@@ -172,6 +175,10 @@ class DeviceFabric(NativeFabric):
                     exit_into_respawn(hang)
                 except VendorError:
                     self._close(held)  # of no use to any member: made anew
+
+    def unfinished(self) -> bool:
+        under_way = any(held.in_flight() for held in list(self._held.values()))
+        return under_way or self._cut_off  # in this order: an operation may be ended in between
 
     def waiting_for(self) -> tuple[int, ...]:
         others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
@@ -213,11 +220,8 @@ class DeviceFabric(NativeFabric):
                 raise self._meaning(error, generation) from error
         try:
             self._check(generation)  # after busy: either the interruption sees us or we see it
-            before = self._mark()
-            yield held.communicator
-            behind = self._mark()
-            if before is not None and behind is not None:
-                held.enqueue(before, behind)
+            with self._noted(held):
+                yield held.communicator
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError as error:
@@ -225,9 +229,19 @@ class DeviceFabric(NativeFabric):
         finally:
             held.busy -= 1
 
-    def _mark(self) -> torch.Event | None:
+    @contextmanager
+    def _noted(self, held: Held) -> Iterator[None]:
+        """Note what is enqueued in the block, also if the library refuses a part of it: the rest waits for peers."""
         if self.device.type == "cpu":
-            return None
+            yield
+            return
+        before = self._mark()
+        try:
+            yield
+        finally:
+            held.enqueue(before, self._mark())
+
+    def _mark(self) -> torch.Event:
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
