@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
+from megatron.elastic.comm.vendor import fabric as vendor_fabric
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.group import Enqueued
@@ -46,7 +47,7 @@ from megatron.elastic.state.device_place import DevicePlace, tensor_kernels
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper
 from tests.standin import device as standin
 from tests.standin.platform import StandinPlatform
-from tests.standin.vendor import build_nccl
+from tests.standin.vendor import VERSIONS, build_nccl
 from tests.unit.engine.test_executor import LENGTH, ROWS, UNITS, WIDTH, Layers, Nowhere, plan, work
 from tests.unit.standin.state_checks import LAYOUT, RATES, filled
 
@@ -259,8 +260,8 @@ def check_what_ran_on_the_host_is_over() -> None:
 class OnDevices:
     """Two ranks of one process on a device each, in one group whose tensors the stand-in NCCL moves."""
 
-    def __init__(self, folder: Path) -> None:
-        path = build_nccl(folder, "full", on_streams=True)
+    def __init__(self, folder: Path, version: str = "full") -> None:
+        path = build_nccl(folder, version, on_streams=True)
         os.environ["STANDIN_DIR"] = str(path.parent)
         opened = NcclLibrary(path)
         self.threads = [ThreadPoolExecutor(1, initializer=partial(standin.set_device, rank)) for rank in range(2)]
@@ -269,22 +270,23 @@ class OnDevices:
         ]
         edit(self.fabrics, 1)
         self.groups = [fabric.group_apart("dp", (0, 1)) for fabric in self.fabrics]
+        self.others = [fabric.group_apart("tp", (0, 1)) for fabric in self.fabrics]
 
     def _vendor(self, library: NcclLibrary, rank: int) -> Vendor:
         def stream() -> int:
             return standin.current_stream(rank).cuda_stream
 
         def communicator(number: int) -> NcclCommunicator:
-            return NcclCommunicator(library, number, 20.0, partial(standin.set_device, rank), stream)
+            return NcclCommunicator(library, number, 5.0, partial(standin.set_device, rank), stream)
 
         return Vendor(torch.device("standin", rank), f"device{rank}", communicator)
 
-    def sum(self, rank: int) -> Future[torch.Tensor]:
-        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread."""
+    def sum(self, rank: int, other: bool = False) -> Future[torch.Tensor]:
+        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread. ``other``: in the second group."""
 
         def enqueue() -> torch.Tensor:
             tensor = torch.full((4,), rank + 1.0, device=f"standin:{rank}")
-            self.groups[rank].allreduce([tensor])
+            (self.others if other else self.groups)[rank].allreduce([tensor])
             return tensor
 
         return self.threads[rank].submit(enqueue)
@@ -321,6 +323,97 @@ def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder:
     job.threads[0].submit(standin.synchronize).result(20)
     with pytest.raises(GenerationChanged):
         job.sum(0).result(20)
+
+
+def check_all_communicators_with_work_on_the_device_end_together(folder: Path) -> None:
+    """An abort waits for all that its device runs. So none of them returned before the others had begun."""
+    for version in VERSIONS:
+        job = OnDevices(folder, version)
+        for other in (False, True):
+            for one in [job.sum(rank, other) for rank in range(2)]:
+                one.result(20)
+        for other in (False, True):
+            job.sum(0, other).result(20)
+        assert job.waits(0, (1,))
+        job.fabrics[0].interrupt(2)
+        job.threads[0].submit(job.fabrics[0].edit, 2, {0: job.fabrics[0].address()}, 20.0).result(20)
+        job.threads[0].submit(standin.synchronize).result(20)
+
+
+def check_a_fabric_that_closes_ends_all_communicators_together(folder: Path) -> None:
+    job = OnDevices(folder, "basic")
+    for other in (False, True):
+        for one in [job.sum(rank, other) for rank in range(2)]:
+            one.result(20)
+    for other in (False, True):
+        job.sum(0, other).result(20)
+    job.threads[0].submit(job.fabrics[0].close).result(20)
+    job.threads[0].submit(standin.synchronize).result(20)
+
+
+class Calls:
+    """What happens to a rank's only communicator, in order; a call that enqueues lasts until ``returns``."""
+
+    def __init__(self, job: OnDevices, returns: threading.Event, patch: pytest.MonkeyPatch) -> None:
+        (held,) = job.fabrics[0]._held.values()
+        self.seen: list[str] = []
+        enqueue, revoke = held.communicator.all_reduce, held.communicator.revoke
+
+        def slow(*given: Any) -> None:
+            enqueue(*given)
+            self.seen.append("called")
+            returns.wait(20)
+            self.seen.append("returned")
+
+        def revoked() -> None:
+            self.seen.append("revoked")
+            revoke()
+
+        patch.setattr(held.communicator, "all_reduce", slow)
+        patch.setattr(held.communicator, "revoke", revoked)
+
+    def await_last(self, what: str) -> None:
+        end = time.monotonic() + 20
+        while self.seen[-1:] != [what] and time.monotonic() < end:
+            time.sleep(0.001)
+        assert self.seen[-1:] == [what], self.seen
+
+
+def check_a_communicator_ends_when_no_thread_is_in_a_call_of_it(folder: Path) -> None:
+    """NCCL takes one call of a communicator at a time. One that enqueues is over soon."""
+    job, returns = OnDevices(folder), threading.Event()
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor_fabric, "CALL_SECONDS", 20.0)
+        calls = Calls(job, returns, patch)
+        enqueued = job.sum(0)
+        calls.await_last("called")
+        job.fabrics[0].interrupt(2)
+        time.sleep(0.2)
+        returns.set()
+        enqueued.result(20)
+        calls.await_last("revoked")
+        assert calls.seen == ["called", "returned", "revoked"]
+        with pytest.raises(GenerationChanged):
+            job.sum(0).result(20)
+
+
+def check_a_call_that_waits_for_the_device_is_no_reason_not_to_end_what_it_waits_for(folder: Path) -> None:
+    """Where the queue of the device is full, a call that enqueues returns only then."""
+    job, returns = OnDevices(folder), threading.Event()
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor_fabric, "CALL_SECONDS", 0.1)
+        calls = Calls(job, returns, patch)
+        enqueued = job.sum(0)
+        calls.await_last("called")
+        job.fabrics[0].interrupt(2)
+        calls.await_last("revoked")
+        returns.set()
+        enqueued.result(20)
+        job.threads[0].submit(standin.synchronize).result(20)
 
 
 def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:

@@ -10,11 +10,16 @@ From that all members compute the same change: keep, shrink, grow, or rebuild. A
 has the right members is kept as it is.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
-revoked (or aborted, where the library cannot). That happens in a helper thread
+revoked (or aborted, where the library cannot). An abort frees memory of the device, which waits for all that runs
+there, kernels of other communicators among it. So all that are in flight are ended at once, each in a helper thread
 with a time limit; a library that hangs there ends the process into a respawn. The next
 generation begins when it is done, so no kernel of the one before writes into its memory.
 A call that connects members is left to a thread of its own
 (:mod:`~megatron.elastic.comm.vendor.calls`).
+
+Invariant: a communicator is used by one thread at a time (:attr:`Held.calling`). A call that enqueues returns at once,
+unless the queue of the device is full; then it waits for the device, and only an abort can end that
+(:data:`CALL_SECONDS`).
 
 No GPU and no NPU has run this file. It is tested with real processes over a
 stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
@@ -26,7 +31,7 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +55,8 @@ __all__ = ["DeviceFabric"]
 
 NOTHING, WHOLE, REVOKED = 0, 1, 2
 MAKING_BYTES = 16
+CALL_SECONDS = 1.0
+"""Time in seconds for a call that enqueues to return, before its communicator is revoked in spite of it."""
 
 
 @dataclass
@@ -64,9 +71,20 @@ class Held:
     connecting: tuple[int, ...] = ()
     """Members that it is being changed to now."""
     busy: int = 0
-    """Threads inside an operation of it."""
+    """Threads inside an operation of it, or about to be."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
+    """For ``busy``."""
+    calling: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that calls the library for this communicator."""
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that revokes or closes it."""
     enqueued: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)
     """Events before and behind operations that the device may not have done yet (none on the CPU: calls block)."""
+
+    def enter(self, threads: int) -> None:
+        """Count so many threads more."""
+        with self.counting:
+            self.busy += threads
 
     def in_flight(self) -> bool:
         """True if an operation is begun or enqueued, and not done."""
@@ -153,28 +171,28 @@ class DeviceFabric(NativeFabric):
         return report
 
     def interrupt(self, generation: int) -> None:
-        with self._interrupting:  # the training thread goes on at once, and must find the thread that it waits for
+        with self._interrupting:  # the training thread goes on at once, and must find the threads that it waits for
             super().interrupt(generation)
             self.outbox.void(generation)
-            stuck = [held for held in list(self._held.values()) if held.in_flight()]
+            older = [held for held in list(self._held.values()) if held.settled < generation]
+            stuck = [held for held in older if held.in_flight()]
             self._cut_off = self._cut_off or bool(stuck)  # before any of them ends by it
-            if stuck:
-                revoke = partial(self._revoke, stuck, generation)
-                thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
-                thread.start()
-                self._revoking.append(thread)
+            self._revoking += _begun([partial(self._revoke, held) for held in stuck])
 
-    def _revoke(self, stuck: Sequence[Held], generation: int) -> None:
-        for held in stuck:
-            with self._settling:
-                if held.settled >= generation:
-                    continue  # it was changed meanwhile: what is in flight now belongs to the new generation
-                try:
-                    held.communicator.revoke()
-                except VendorHang as hang:
-                    exit_into_respawn(hang)
-                except VendorError:
-                    self._close(held)  # of no use to any member: made anew
+    def _revoke(self, held: Held) -> None:
+        """End what is in flight on one communicator, when no thread is in a call of it."""
+        # On the CPU a call is the operation itself, and ends only so.
+        alone = held.calling.acquire(timeout=0 if self.device.type == "cpu" else CALL_SECONDS)
+        try:
+            with held.ending:
+                held.communicator.revoke()
+        except VendorHang as hang:
+            exit_into_respawn(hang)
+        except VendorError:
+            self._close(held)  # of no use to any member: made anew
+        finally:
+            if alone:
+                held.calling.release()
 
     def unfinished(self) -> bool:
         under_way = any(held.in_flight() for held in list(self._held.values()))
@@ -211,23 +229,25 @@ class DeviceFabric(NativeFabric):
             try:
                 if held.settled != generation:
                     held.communicator.interrupted = lambda: self._hub.frozen() > generation
-                    self._settle(group, held)
-                held.busy += 1
+                    with held.calling:
+                        self._settle(group, held)
+                held.enter(1)
             except VendorHang as hang:
                 exit_into_respawn(hang)
             except VendorError as error:
                 self._close(held)
                 raise self._meaning(error, generation) from error
         try:
-            self._check(generation)  # after busy: either the interruption sees us or we see it
-            with self._noted(held):
-                yield held.communicator
+            with held.calling:
+                self._check(generation)  # after busy: either the interruption sees us or we see it
+                with self._noted(held):
+                    yield held.communicator
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError as error:
             raise self._meaning(error, generation) from error
         finally:
-            held.busy -= 1
+            held.enter(-1)
 
     @contextmanager
     def _noted(self, held: Held) -> Iterator[None]:
@@ -375,18 +395,27 @@ class DeviceFabric(NativeFabric):
 
     def close(self) -> None:
         held, self._held = list(self._held.values()), {}
-        for one in held:
-            self._close(one)
+        for thread in _begun([partial(self._close, one) for one in held]):
+            thread.join()
         self.outbox.close()
         super().close()
 
     def _close(self, held: Held) -> None:
         try:
-            held.communicator.close()
+            with held.ending:
+                held.communicator.close()
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError:
             return  # it is broken already: nothing is left to free
+
+
+def _begun(actions: Iterable[Callable[[], None]]) -> list[threading.Thread]:
+    """Return the threads that run ``actions``, all begun."""
+    threads = [threading.Thread(target=action, name="elastic-revoke", daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _of_making(making: bytes) -> tuple[tuple[int, bytes], tuple[int, bytes]]:
