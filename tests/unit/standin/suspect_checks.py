@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
+from megatron.elastic.comm.vendor.through_host import ThroughHost
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.client import WorkerMembership
+from megatron.elastic.control.slot import Slot
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
@@ -93,6 +97,56 @@ def check_a_group_is_connected_and_aborted_on_the_device_of_its_rank() -> None:
     communicator.start((0, 1), b"name")
     communicator.close()
     assert backend.device == 2 and backend.thread is not threading.main_thread()
+
+
+def check_a_thread_without_a_device_may_interrupt_and_ask_a_fabric() -> None:
+    """As the control plane's does. It asks for events of the rank's device, and may be the one that frees them."""
+    os.environ.update(LOCAL_RANK="3", STANDIN_OWN="local")
+    own = torch.device("standin:3")
+    standin.set_device(3)
+    fabric = vendor_of(StandinPlatform(), dist.HashStore()).fabric(0, 1, 0, run_id="alone", secret=b"alone")
+    group = fabric.group_apart("dp", (0,))
+    held = fabric._held[group] = vendor_fabric.Held(ThroughHost())  # type: ignore[index]
+    held.communicator.order = (0, 1)
+    failed: list[BaseException] = []
+
+    def control() -> None:
+        try:
+            assert fabric.waiting_for() == () and fabric.unfinished()
+            end = time.monotonic() + 20
+            while fabric.waiting_for() != (1,) and time.monotonic() < end:
+                time.sleep(0.001)
+            assert fabric.waiting_for() == (1,)
+            fabric.interrupt(2)
+        except BaseException as error:
+            failed.append(error)
+
+    standin.set_lateness(0.0)
+    standin._sleep(NAP)
+    with fabric._noted(held):
+        standin._sleep(NAP)
+    thread = threading.Thread(target=control)
+    thread.start()
+    thread.join()
+    assert not failed, failed
+    held.enqueued.clear()
+    assert torch.ones(1, device=own).tolist() == [1.0], "no event was freed on another device"
+
+
+def check_the_thread_of_the_control_plane_begins_on_the_device_of_its_rank() -> None:
+    os.environ.update(LOCAL_RANK="3", STANDIN_OWN="local")
+    agents, ours = socket.socketpair()
+    slot = Slot(Slot.create("slot")[0])
+    worker = WorkerMembership(0, 0, 1, ours, slot, "node", threads=threads_on(StandinPlatform()))
+    seen: list[int] = []
+    worker.sample(lambda: seen.append(standin.current_device()))
+    worker.start(lambda generation: None)
+    end = time.monotonic() + 20
+    while not seen and time.monotonic() < end:
+        time.sleep(0.01)
+    worker.close()
+    agents.close()
+    assert seen[0] == 3
 
 
 def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> None:

@@ -32,7 +32,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -171,7 +171,8 @@ class DeviceFabric(NativeFabric):
         return report
 
     def interrupt(self, generation: int) -> None:
-        with self._interrupting:  # the training thread goes on at once, and must find the threads that it waits for
+        # The training thread goes on at once, and must find the threads that it waits for.
+        with self._interrupting, self._on_device():
             super().interrupt(generation)
             self.outbox.void(generation)
             older = [held for held in list(self._held.values()) if held.settled < generation]
@@ -195,12 +196,18 @@ class DeviceFabric(NativeFabric):
                 held.calling.release()
 
     def unfinished(self) -> bool:
-        under_way = any(held.in_flight() for held in list(self._held.values()))
+        with self._on_device():
+            under_way = any(held.in_flight() for held in list(self._held.values()))
         return under_way or self._cut_off  # in this order: an operation may be ended in between
 
     def waiting_for(self) -> tuple[int, ...]:
-        others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
+        with self._on_device():
+            others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
         return tuple(sorted({*super().waiting_for(), *others}))
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the device current for a block, on whatever thread: its events are asked for, and freed, there."""
+        return nullcontext() if self.device.type == "cpu" else torch.accelerator.device_index(self.device.index)
 
     # -- communicators --------------------------------------------------------
 
