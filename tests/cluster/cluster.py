@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -371,7 +372,8 @@ class Cluster:
         self.faults = parse_faults(";".join([lingering, *scenario.script]))
         self.scheduler = Scheduler(scenario.seed)
         chance = self.scheduler.random.random
-        self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3))
+        enqueues = Random(f"enqueues {scenario.seed}").random() < 0.3  # of its own: orders of a seed stay as they were
+        self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3, enqueues=enqueues))
         self.reached: Counter[tuple[int, str]] = Counter()
         """(rank, named point) → how often it got there."""
         self.passed: list[Passed] = []

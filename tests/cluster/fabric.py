@@ -5,7 +5,8 @@ keeps a beginning of what it had sent it and not been read, cut at random, as th
 is complete and interrupted at once ends in either way, by chance.
 
 What transports do differently is a :class:`Style`, drawn with the seed: whether a send is over before the receiver has
-asked for it, and whether an edit returns before all members have begun it.
+asked for it, whether an edit returns before all members have begun it, and whether collectives of blocks are enqueued
+on a device.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -48,6 +50,9 @@ class Style:
     """A send is over at once; otherwise when its receiver has asked for it."""
     meets: bool = False
     """An edit returns when all members have begun it; otherwise when newcomers have."""
+    enqueues: bool = False
+    """Collectives of blocks are enqueued, as by a vendor's library. No call of theirs tells of a peer that is lost, or
+    of an interruption, which ends them without values. The host waits for them all the same, as kernels would."""
 
 
 @dataclass
@@ -94,6 +99,8 @@ class ClusterFabric(Fabric):
         self._wire, self._host = wire, host
         self._frozen = 0
         self._waits: dict[object, tuple[int, ...]] = {}
+        self._cut_off = False
+        """An enqueued collective of this generation has ended without its values."""
         self._members: dict[int, Address] = {rank: self.address()}
         self._living = registry.Living((rank,))
         self._groups: dict[tuple[str, tuple[int, ...]], ClusterGroup] = {}
@@ -119,7 +126,7 @@ class ClusterFabric(Fabric):
         self._await(generation, tuple(ends), lambda: all(end.begun >= generation for end in ends.values()), members)
         opened = sum(self._is_new(rank, address) for rank, address in members.items())
         dropped = len(self._members.keys() - members.keys())
-        self._members, self.generation = dict(members), generation
+        self._members, self.generation, self._cut_off = dict(members), generation, False
         for key in [key for key in self.inbox if key[0] < generation]:
             del self.inbox[key]
         self._seat()
@@ -139,6 +146,9 @@ class ClusterFabric(Fabric):
 
     def waiting_for(self) -> tuple[int, ...]:
         return tuple(sorted({rank for peers in self._waits.values() for rank in peers}))
+
+    def unfinished(self) -> bool:
+        return self._cut_off
 
     def break_off(self) -> None:
         """This process is killed: not all that it has sent arrives."""
@@ -222,7 +232,8 @@ class ClusterFabric(Fabric):
                 for block, part in zip(mine, total.split([b.stop - b.start for b in mine]), strict=True):
                     flat[block.start : block.stop] = part
 
-        return ours.begin_exchange("reduce_scatter_blocks", parts, living if mine else (), finish)
+        begun = ours.begin_exchange("reduce_scatter_blocks", parts, living if mine else (), finish)
+        return self._enqueued(begun, flat) if self._wire.style.enqueues else begun
 
     def begin_all_gather_blocks(
         self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
@@ -239,7 +250,34 @@ class ClusterFabric(Fabric):
                 for block, values in zip(theirs, found[owner].split([b.stop - b.start for b in theirs]), strict=True):
                     flat[block.start : block.stop] = values
 
-        return ours.begin_exchange("all_gather_blocks", parts, owners, finish)
+        begun = ours.begin_exchange("all_gather_blocks", parts, owners, finish)
+        return self._enqueued(begun, flat) if self._wire.style.enqueues else begun
+
+    def _enqueued(self, begun: dist.Work, flat: torch.Tensor) -> dist.Work:
+        """Return ``begun`` as a device does it: if an interruption ends it, no value of ``flat`` is one to use."""
+
+        def finish() -> None:
+            try:
+                begun.wait()
+            except PeerLost:
+                with suppress(GenerationChanged):
+                    self.settle(self.generation, (), lambda: False)
+                self.never(flat)
+            except GenerationChanged:
+                self.never(flat)
+
+        return _Work(finish, lambda: begun.is_completed() or self._frozen > self.generation)
+
+    def never(self, flat: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+        """An enqueued collective of this generation does not come to its end, so ``flat`` has no values of its own.
+
+        ``group``: this process does not take part in it at all.
+        """
+        if group is not None:
+            _ours(group).count()
+        self._cut_off = True
+        flat.fill_(float("nan"))
+        return _Work()
 
     # -- messages -----------------------------------------------------------
 
@@ -361,10 +399,7 @@ class ClusterGroup(Seated, dist.ProcessGroup):
         """Send ``parts`` and return; the work's wait takes in those of ``needed`` and hands them to ``finish``."""
         fabric, seating = self._fabric, self.seating
         fabric.begin(seating.generation)
-        generation, count = self._calls
-        count = count + 1 if generation == seating.generation else 1
-        self._calls = seating.generation, count
-        key = seating.generation, "collective", self.role, self.members, count
+        key = seating.generation, "collective", self.role, self.members, self.count()
         sent = {id(part): part.clone() for part in parts.values() if part is not None}
         for rank, part in parts.items():
             fabric.put(rank, key, (kind, sent.get(id(part))))
@@ -385,6 +420,13 @@ class ClusterGroup(Seated, dist.ProcessGroup):
             finish({rank: part for rank, (_, part) in found.items()})
 
         return _Work(take, is_done)
+
+    def count(self) -> int:
+        """Return the number of the next collective within this generation."""
+        generation, count = self._calls
+        count = count + 1 if generation == self.seating.generation else 1
+        self._calls = self.seating.generation, count
+        return count
 
     def _from_all(self, kind: str, value: Any) -> list[Any]:
         living = self.seating.living

@@ -7,7 +7,8 @@
  *
  * With -DON_STREAMS it is the library of the stand-in accelerator: operations are enqueued on the stream that is given
  * and end, as NCCL's kernels do, when they are done or their communicator is revoked. Others wait for them, so a stream
- * that holds its work back runs up to them. */
+ * that holds its work back runs up to them. An abort then waits for all operations of its device, those of other
+ * communicators too: it frees memory there. */
 #include <fcntl.h>
 #include <signal.h>
 #include <stdint.h>
@@ -17,12 +18,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { MOST = 16, AREA = 1 << 20, REMOTE = 6, INVALID = 4, MISUSE = 5 };
+enum { MOST = 16, DEVICES = 16, AREA = 1 << 20, REMOTE = 6, INVALID = 4, MISUSE = 5 };
 
 typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct { volatile int arrived, generation, aborted; volatile int opened; } Head;
 typedef struct { Head head; volatile uint64_t mail[MOST][MOST]; char areas[MOST][AREA]; char letters[MOST][MOST][1 << 16]; } Shared;
-typedef struct { int size, rank; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
+typedef struct { int size, rank, device; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
 typedef struct { int kind, peer, done; const char* from; char* to; size_t bytes, at; ncclComm_t comm; } Message;
 typedef struct { const char* from; char* to; size_t count; int type, op, root; ncclComm_t comm; } Collective;
 typedef struct { int count; Message messages[]; } Batch;
@@ -34,17 +35,30 @@ static __thread void* group_stream;
 
 #ifdef ON_STREAMS
 void* standin_backing(const void* address);
+int standin_device_of(const void* address);
 int standin_enqueue_awaited(void* stream, void (*job)(void*), void* argument);
 #define MEMORY(address) standin_backing(address)
+typedef struct { int (*job)(void*); void* argument; int device; } Launched;
+static volatile int flying[DEVICES]; /* operations of this process that each device has not done */
+
+static void run_launched(void* argument) {
+  const Launched one = *(Launched*)argument;
+  free(argument);
+  one.job(one.argument);
+  __sync_sub_and_fetch(&flying[one.device], 1);
+}
 #else
 #define MEMORY(address) ((void*)(address))
 #endif
 
-/* Run `job` on a copy of its argument, which it frees: at once, or in the order of the stream. */
-static int launch(void* stream, int (*job)(void*), const void* argument, size_t bytes) {
+/* Run `job` on a copy of its argument, which it frees: at once, or in the order of the stream. `memory`: of its device. */
+static int launch(void* stream, int (*job)(void*), const void* argument, size_t bytes, const void* memory, ncclComm_t c) {
   void* copy = memcpy(malloc(bytes), argument, bytes);
 #ifdef ON_STREAMS
-  return standin_enqueue_awaited(stream, (void (*)(void*))job, copy) ? INVALID : 0;
+  Launched* one = malloc(sizeof *one);
+  *one = (Launched){job, copy, c->device = standin_device_of(memory)};
+  __sync_add_and_fetch(&flying[one->device], 1);
+  return standin_enqueue_awaited(stream, run_launched, one) ? INVALID : 0;
 #else
   return job(copy);
 #endif
@@ -100,6 +114,7 @@ static int open_comm(ncclComm_t* out, const char* name, int size, int rank) {
   ncclComm_t c = calloc(1, sizeof *c);
   c->size = size;
   c->rank = rank;
+  c->device = -1;
   snprintf(c->name, sizeof c->name, "%s", name);
   c->shared = mmap(0, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   close(fd);
@@ -117,6 +132,9 @@ int ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int rank) { re
 int ncclCommAbort(ncclComm_t c) {
   maybe_hang();
   c->revoked = 1; /* the memory stays: a thread may still be inside */
+#ifdef ON_STREAMS
+  while (c->device >= 0 && flying[c->device] > 0) usleep(100);
+#endif
   return 0;
 }
 
@@ -185,7 +203,7 @@ static int run_collective(void* argument) {
 
 static int collective(const void* from, void* to, size_t count, int type, int op, int root, ncclComm_t c, void* stream) {
   const Collective one = {from, to, count, type, op, root, c};
-  return dead(c) ? REMOTE : launch(stream, run_collective, &one, sizeof one);
+  return dead(c) ? REMOTE : launch(stream, run_collective, &one, sizeof one, from, c);
 }
 
 int ncclAllReduce(const void* f, void* t, size_t n, int type, int op, ncclComm_t c, void* s) { return collective(f, t, n, type, op, -1, c, s); }
@@ -239,8 +257,9 @@ int ncclGroupEnd(void) {
   Batch* batch = malloc(bytes);
   batch->count = queued;
   memcpy(batch->messages, queue, (size_t)queued * sizeof(Message));
+  const Message* first = &batch->messages[0];
   queued = 0;
-  const int code = launch(group_stream, run_batch, batch, bytes);
+  const int code = launch(group_stream, run_batch, batch, bytes, first->kind ? first->from : first->to, first->comm);
   free(batch);
   return code;
 }

@@ -149,6 +149,15 @@ class Fabric(ABC):
         """Return whether nothing that ``group`` begins now would first wait for its members; equal on all of them."""
         return True
 
+    def unfinished(self) -> bool:
+        """Return whether an operation of this generation is not done, though its call has returned.
+
+        A fabric that enqueues on a device returns before. If an interruption then ends the operation, it has no result
+        and no call raises: this is True from then on, until an edit. So a rank that reports what it has done must ask.
+        It is also True while an operation is under way, which an interruption may end next.
+        """
+        return False
+
     @abstractmethod
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose message this process is blocked on now (for hang detection)."""

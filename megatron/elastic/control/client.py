@@ -24,6 +24,7 @@ from megatron.elastic.control.messages import TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["NotUnderLauncher", "WorkerMembership"]
 
@@ -54,8 +55,9 @@ class WorkerMembership(WorkerProtocol):
         host: str,
         newcomer: bool = False,
         domain: str = "",
+        threads: Threads = OS_THREADS,
     ) -> None:
-        super().__init__(rank, incarnation, slots, host, newcomer, domain)
+        super().__init__(rank, incarnation, slots, host, newcomer, domain, threads)
         self._channel = channel
         self._slot = slot
         self._reader = FrameReader(TO_WORKER)
@@ -68,8 +70,11 @@ class WorkerMembership(WorkerProtocol):
         self._closed = threading.Event()
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> WorkerMembership:
-        """The membership of this process. Raises :class:`NotUnderLauncher` outside the elastic launcher."""
+    def from_env(cls, environ: Mapping[str, str] = os.environ, threads: Threads = OS_THREADS) -> WorkerMembership:
+        """The membership of this process. Raises :class:`NotUnderLauncher` outside the elastic launcher.
+
+        ``threads``: the control thread is one of them. It asks for events of the rank's device.
+        """
         names = ("RANK", env.SLOTS, env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST, env.DOMAIN)
         missing = [name for name in names if name not in environ]
         if missing:
@@ -81,7 +86,7 @@ class WorkerMembership(WorkerProtocol):
             raise NotUnderLauncher(f"the launcher's socket was not inherited: {error}") from None
         rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ[env.SLOTS])
         newcomer = environ.get(env.NEWCOMER) == "1"
-        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer, environ[env.DOMAIN])
+        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer, environ[env.DOMAIN], threads)
 
     # -- Membership -----------------------------------------------------------
 
@@ -129,7 +134,7 @@ class WorkerMembership(WorkerProtocol):
 
     def _listen(self) -> None:
         self._slot.hold()
-        threading.Thread(target=self._serve, name="elastic-control", daemon=True).start()
+        self._threads.start("elastic-control", self._serve)
 
     def _serve(self) -> None:
         poll = select.poll()

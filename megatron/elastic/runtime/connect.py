@@ -54,7 +54,8 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     """
     platform = select()
     use_own_device(platform)
-    membership = WorkerMembership.from_env()
+    threads = threads_on(platform)
+    membership = WorkerMembership.from_env(threads=threads)
     fabric = make_fabric(
         config,
         rank=membership.rank,
@@ -75,7 +76,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     install(fabric)
     # Slurm and others signal every process of a job, not only the launcher.
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
-    return linked(membership, fabric, events, injector, timeout, threads_on(platform))
+    return linked(membership, fabric, events, injector, timeout, threads)
 
 
 def linked(

@@ -121,6 +121,42 @@ def check_a_process_with_a_device_of_its_own_uses_no_other() -> None:
         standin.set_device(4)
 
 
+def check_an_event_is_asked_for_on_threads_with_a_device_of_the_process() -> None:
+    from tests.standin.library import checked, library
+
+    checked(library().standin_own(3))
+    standin.set_device(3)
+    event, found = standin.Event(), list[bool]()
+    event.record()
+
+    def ask() -> None:
+        for use in (event.query, event.synchronize):
+            with pytest.raises(RuntimeError, match="alone, not on standin:0"):
+                use()
+        with torch.accelerator.device_index(3):
+            event.synchronize()
+            found.append(event.query())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def check_an_event_is_freed_on_threads_with_a_device_of_the_process() -> None:
+    from tests.standin.library import checked, library
+
+    checked(library().standin_own(3))
+    standin.set_device(3)
+    held = [standin.Event()]
+    held[0].record()
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match=r"an event was freed.*alone, not on standin:0"):
+        standin.synchronize()
+
+
 def check_a_backward_concerns_the_device_of_its_tensors_alone() -> None:
     from tests.standin.library import checked, library
 

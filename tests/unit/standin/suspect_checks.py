@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,13 +21,18 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
+from megatron.elastic.comm.vendor import fabric as vendor_fabric
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.group import Enqueued
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
+from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
+from megatron.elastic.comm.vendor.through_host import ThroughHost
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.client import WorkerMembership
+from megatron.elastic.control.slot import Slot
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask
@@ -45,7 +51,7 @@ from megatron.elastic.state.device_place import DevicePlace, tensor_kernels
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper
 from tests.standin import device as standin
 from tests.standin.platform import StandinPlatform
-from tests.standin.vendor import build_nccl
+from tests.standin.vendor import VERSIONS, build_nccl
 from tests.unit.engine.test_executor import LENGTH, ROWS, UNITS, WIDTH, Layers, Nowhere, plan, work
 from tests.unit.standin.state_checks import LAYOUT, RATES, filled
 
@@ -91,6 +97,56 @@ def check_a_group_is_connected_and_aborted_on_the_device_of_its_rank() -> None:
     communicator.start((0, 1), b"name")
     communicator.close()
     assert backend.device == 2 and backend.thread is not threading.main_thread()
+
+
+def check_a_thread_without_a_device_may_interrupt_and_ask_a_fabric() -> None:
+    """As the control plane's does. It asks for events of the rank's device, and may be the one that frees them."""
+    os.environ.update(LOCAL_RANK="3", STANDIN_OWN="local")
+    own = torch.device("standin:3")
+    standin.set_device(3)
+    fabric = vendor_of(StandinPlatform(), dist.HashStore()).fabric(0, 1, 0, run_id="alone", secret=b"alone")
+    group = fabric.group_apart("dp", (0,))
+    held = fabric._held[group] = vendor_fabric.Held(ThroughHost())  # type: ignore[index]
+    held.communicator.order = (0, 1)
+    failed: list[BaseException] = []
+
+    def control() -> None:
+        try:
+            assert fabric.waiting_for() == () and fabric.unfinished()
+            end = time.monotonic() + 20
+            while fabric.waiting_for() != (1,) and time.monotonic() < end:
+                time.sleep(0.001)
+            assert fabric.waiting_for() == (1,)
+            fabric.interrupt(2)
+        except BaseException as error:
+            failed.append(error)
+
+    standin.set_lateness(0.0)
+    standin._sleep(NAP)
+    with fabric._noted(held):
+        standin._sleep(NAP)
+    thread = threading.Thread(target=control)
+    thread.start()
+    thread.join()
+    assert not failed, failed
+    held.enqueued.clear()
+    assert torch.ones(1, device=own).tolist() == [1.0], "no event was freed on another device"
+
+
+def check_the_thread_of_the_control_plane_begins_on_the_device_of_its_rank() -> None:
+    os.environ.update(LOCAL_RANK="3", STANDIN_OWN="local")
+    agents, ours = socket.socketpair()
+    slot = Slot(Slot.create("slot")[0])
+    worker = WorkerMembership(0, 0, 1, ours, slot, "node", threads=threads_on(StandinPlatform()))
+    seen: list[int] = []
+    worker.sample(lambda: seen.append(standin.current_device()))
+    worker.start(lambda generation: None)
+    end = time.monotonic() + 20
+    while not seen and time.monotonic() < end:
+        time.sleep(0.01)
+    worker.close()
+    agents.close()
+    assert seen[0] == 3
 
 
 def check_a_first_message_over_hccl_is_in_the_order_of_the_callers_stream() -> None:
@@ -258,8 +314,8 @@ def check_what_ran_on_the_host_is_over() -> None:
 class OnDevices:
     """Two ranks of one process on a device each, in one group whose tensors the stand-in NCCL moves."""
 
-    def __init__(self, folder: Path) -> None:
-        path = build_nccl(folder, "full", on_streams=True)
+    def __init__(self, folder: Path, version: str = "full") -> None:
+        path = build_nccl(folder, version, on_streams=True)
         os.environ["STANDIN_DIR"] = str(path.parent)
         opened = NcclLibrary(path)
         self.threads = [ThreadPoolExecutor(1, initializer=partial(standin.set_device, rank)) for rank in range(2)]
@@ -268,22 +324,23 @@ class OnDevices:
         ]
         edit(self.fabrics, 1)
         self.groups = [fabric.group_apart("dp", (0, 1)) for fabric in self.fabrics]
+        self.others = [fabric.group_apart("tp", (0, 1)) for fabric in self.fabrics]
 
     def _vendor(self, library: NcclLibrary, rank: int) -> Vendor:
         def stream() -> int:
             return standin.current_stream(rank).cuda_stream
 
         def communicator(number: int) -> NcclCommunicator:
-            return NcclCommunicator(library, number, 20.0, partial(standin.set_device, rank), stream)
+            return NcclCommunicator(library, number, 5.0, partial(standin.set_device, rank), stream)
 
         return Vendor(torch.device("standin", rank), f"device{rank}", communicator)
 
-    def sum(self, rank: int) -> Future[torch.Tensor]:
-        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread."""
+    def sum(self, rank: int, other: bool = False) -> Future[torch.Tensor]:
+        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread. ``other``: in the second group."""
 
         def enqueue() -> torch.Tensor:
             tensor = torch.full((4,), rank + 1.0, device=f"standin:{rank}")
-            self.groups[rank].allreduce([tensor])
+            (self.others if other else self.groups)[rank].allreduce([tensor])
             return tensor
 
         return self.threads[rank].submit(enqueue)
@@ -322,6 +379,97 @@ def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder:
         job.sum(0).result(20)
 
 
+def check_all_communicators_with_work_on_the_device_end_together(folder: Path) -> None:
+    """An abort waits for all that its device runs. So none of them returned before the others had begun."""
+    for version in VERSIONS:
+        job = OnDevices(folder, version)
+        for other in (False, True):
+            for one in [job.sum(rank, other) for rank in range(2)]:
+                one.result(20)
+        for other in (False, True):
+            job.sum(0, other).result(20)
+        assert job.waits(0, (1,))
+        job.fabrics[0].interrupt(2)
+        job.threads[0].submit(job.fabrics[0].edit, 2, {0: job.fabrics[0].address()}, 20.0).result(20)
+        job.threads[0].submit(standin.synchronize).result(20)
+
+
+def check_a_fabric_that_closes_ends_all_communicators_together(folder: Path) -> None:
+    job = OnDevices(folder, "basic")
+    for other in (False, True):
+        for one in [job.sum(rank, other) for rank in range(2)]:
+            one.result(20)
+    for other in (False, True):
+        job.sum(0, other).result(20)
+    job.threads[0].submit(job.fabrics[0].close).result(20)
+    job.threads[0].submit(standin.synchronize).result(20)
+
+
+class Calls:
+    """What happens to a rank's only communicator, in order; a call that enqueues lasts until ``returns``."""
+
+    def __init__(self, job: OnDevices, returns: threading.Event, patch: pytest.MonkeyPatch) -> None:
+        (held,) = job.fabrics[0]._held.values()
+        self.seen: list[str] = []
+        enqueue, revoke = held.communicator.all_reduce, held.communicator.revoke
+
+        def slow(*given: Any) -> None:
+            enqueue(*given)
+            self.seen.append("called")
+            returns.wait(20)
+            self.seen.append("returned")
+
+        def revoked() -> None:
+            self.seen.append("revoked")
+            revoke()
+
+        patch.setattr(held.communicator, "all_reduce", slow)
+        patch.setattr(held.communicator, "revoke", revoked)
+
+    def await_last(self, what: str) -> None:
+        end = time.monotonic() + 20
+        while self.seen[-1:] != [what] and time.monotonic() < end:
+            time.sleep(0.001)
+        assert self.seen[-1:] == [what], self.seen
+
+
+def check_a_communicator_ends_when_no_thread_is_in_a_call_of_it(folder: Path) -> None:
+    """NCCL takes one call of a communicator at a time. One that enqueues is over soon."""
+    job, returns = OnDevices(folder), threading.Event()
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor_fabric, "CALL_SECONDS", 20.0)
+        calls = Calls(job, returns, patch)
+        enqueued = job.sum(0)
+        calls.await_last("called")
+        job.fabrics[0].interrupt(2)
+        time.sleep(0.2)
+        returns.set()
+        enqueued.result(20)
+        calls.await_last("revoked")
+        assert calls.seen == ["called", "returned", "revoked"]
+        with pytest.raises(GenerationChanged):
+            job.sum(0).result(20)
+
+
+def check_a_call_that_waits_for_the_device_is_no_reason_not_to_end_what_it_waits_for(folder: Path) -> None:
+    """Where the queue of the device is full, a call that enqueues returns only then."""
+    job, returns = OnDevices(folder), threading.Event()
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vendor_fabric, "CALL_SECONDS", 0.1)
+        calls = Calls(job, returns, patch)
+        enqueued = job.sum(0)
+        calls.await_last("called")
+        job.fabrics[0].interrupt(2)
+        calls.await_last("revoked")
+        returns.set()
+        enqueued.result(20)
+        job.threads[0].submit(standin.synchronize).result(20)
+
+
 def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:
     """Else a gather that ends late could write into memory that the recovery has filled."""
     job = OnDevices(folder)
@@ -345,6 +493,48 @@ def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(
         return gathering.is_completed()
 
     assert job.threads[0].submit(alone).result(20), "the other rank never comes"
+
+
+def check_an_operation_that_is_only_enqueued_is_reported_as_not_done(folder: Path) -> None:
+    """Its call has returned, and the owner of a block dies: no call tells of it, and the memory has no values."""
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group, end = job.fabrics[0], job.groups[0], time.monotonic() + 20
+    while fabric.unfinished() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not fabric.unfinished(), "the sum is done on both devices"
+
+    def gather() -> torch.Tensor:
+        values = torch.full((4,), -1.0, device="standin:0")
+        fabric.all_gather_blocks(group, values, [BlockRange(0, 4, 1)])
+        return values
+
+    values = job.threads[0].submit(gather).result(20)
+    assert fabric.unfinished(), "the device waits"
+    fabric.interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
+    assert fabric.unfinished() and values.tolist() == [-1.0] * 4, "it has ended without the owner"
+    job.threads[0].submit(fabric.edit, 2, {0: fabric.address()}, 20.0).result(20)
+    assert not fabric.unfinished()
+
+
+def check_what_was_enqueued_before_a_refusal_ends_with_its_generation(folder: Path) -> None:
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    fabric, group = job.fabrics[0], job.groups[0]
+
+    def refused() -> None:
+        tensor = torch.ones(4, device="standin:0")
+        with pytest.raises(VendorError, match="bad"), fabric.using(group) as communicator:  # type: ignore[arg-type]
+            communicator.all_reduce(tensor, dist.ReduceOp.SUM)
+            raise VendorError("bad")
+
+    job.threads[0].submit(refused).result(20)
+    assert job.waits(0, (1,)) and fabric.unfinished()
+    fabric.interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
 
 
 def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_waits_for_none() -> None:

@@ -10,11 +10,16 @@ From that all members compute the same change: keep, shrink, grow, or rebuild. A
 has the right members is kept as it is.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
-revoked (or aborted, where the library cannot). That happens in a helper thread
+revoked (or aborted, where the library cannot). An abort frees memory of the device, which waits for all that runs
+there, kernels of other communicators among it. So all that are in flight are ended at once, each in a helper thread
 with a time limit; a library that hangs there ends the process into a respawn. The next
 generation begins when it is done, so no kernel of the one before writes into its memory.
 A call that connects members is left to a thread of its own
 (:mod:`~megatron.elastic.comm.vendor.calls`).
+
+Invariant: a communicator is used by one thread at a time (:attr:`Held.calling`). A call that enqueues returns at once,
+unless the queue of the device is full; then it waits for the device, and only an abort can end that
+(:data:`CALL_SECONDS`).
 
 No GPU and no NPU has run this file. It is tested with real processes over a
 stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
@@ -26,8 +31,8 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -50,6 +55,8 @@ __all__ = ["DeviceFabric"]
 
 NOTHING, WHOLE, REVOKED = 0, 1, 2
 MAKING_BYTES = 16
+CALL_SECONDS = 1.0
+"""Time in seconds for a call that enqueues to return, before its communicator is revoked in spite of it."""
 
 
 @dataclass
@@ -64,9 +71,20 @@ class Held:
     connecting: tuple[int, ...] = ()
     """Members that it is being changed to now."""
     busy: int = 0
-    """Threads inside an operation of it."""
+    """Threads inside an operation of it, or about to be."""
+    counting: threading.Lock = field(default_factory=threading.Lock)
+    """For ``busy``."""
+    calling: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that calls the library for this communicator."""
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that revokes or closes it."""
     enqueued: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)
     """Events before and behind operations that the device may not have done yet (none on the CPU: calls block)."""
+
+    def enter(self, threads: int) -> None:
+        """Count so many threads more."""
+        with self.counting:
+            self.busy += threads
 
     def in_flight(self) -> bool:
         """True if an operation is begun or enqueued, and not done."""
@@ -123,6 +141,8 @@ class DeviceFabric(NativeFabric):
         """The stream of operations in the background."""
         self._settling = threading.RLock()
         self._interrupting = threading.Lock()
+        self._cut_off = False
+        """An interruption has ended operations of this generation that were not done."""
         self._revoking: list[threading.Thread] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
@@ -140,7 +160,7 @@ class DeviceFabric(NativeFabric):
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
         with self._interrupting:
-            revoking, self._revoking = self._revoking, []
+            revoking, self._revoking, self._cut_off = self._revoking, [], False
         for thread in revoking:
             thread.join()
         if self._stream is not None:
@@ -151,31 +171,43 @@ class DeviceFabric(NativeFabric):
         return report
 
     def interrupt(self, generation: int) -> None:
-        with self._interrupting:  # the training thread goes on at once, and must find the thread that it waits for
+        # The training thread goes on at once, and must find the threads that it waits for.
+        with self._interrupting, self._on_device():
             super().interrupt(generation)
             self.outbox.void(generation)
-            stuck = [held for held in list(self._held.values()) if held.in_flight()]
-            if stuck:
-                revoke = partial(self._revoke, stuck, generation)
-                thread = threading.Thread(target=revoke, name="elastic-revoke", daemon=True)
-                thread.start()
-                self._revoking.append(thread)
+            older = [held for held in list(self._held.values()) if held.settled < generation]
+            stuck = [held for held in older if held.in_flight()]
+            self._cut_off = self._cut_off or bool(stuck)  # before any of them ends by it
+            self._revoking += _begun([partial(self._revoke, held) for held in stuck])
 
-    def _revoke(self, stuck: Sequence[Held], generation: int) -> None:
-        for held in stuck:
-            with self._settling:
-                if held.settled >= generation:
-                    continue  # it was changed meanwhile: what is in flight now belongs to the new generation
-                try:
-                    held.communicator.revoke()
-                except VendorHang as hang:
-                    exit_into_respawn(hang)
-                except VendorError:
-                    self._close(held)  # of no use to any member: made anew
+    def _revoke(self, held: Held) -> None:
+        """End what is in flight on one communicator, when no thread is in a call of it."""
+        # On the CPU a call is the operation itself, and ends only so.
+        alone = held.calling.acquire(timeout=0 if self.device.type == "cpu" else CALL_SECONDS)
+        try:
+            with held.ending:
+                held.communicator.revoke()
+        except VendorHang as hang:
+            exit_into_respawn(hang)
+        except VendorError:
+            self._close(held)  # of no use to any member: made anew
+        finally:
+            if alone:
+                held.calling.release()
+
+    def unfinished(self) -> bool:
+        with self._on_device():
+            under_way = any(held.in_flight() for held in list(self._held.values()))
+        return under_way or self._cut_off  # in this order: an operation may be ended in between
 
     def waiting_for(self) -> tuple[int, ...]:
-        others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
+        with self._on_device():
+            others = {rank for held in list(self._held.values()) for rank in held.awaited() if rank != self.rank}
         return tuple(sorted({*super().waiting_for(), *others}))
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the device current for a block, on whatever thread: its events are asked for, and freed, there."""
+        return nullcontext() if self.device.type == "cpu" else torch.accelerator.device_index(self.device.index)
 
     # -- communicators --------------------------------------------------------
 
@@ -204,30 +236,39 @@ class DeviceFabric(NativeFabric):
             try:
                 if held.settled != generation:
                     held.communicator.interrupted = lambda: self._hub.frozen() > generation
-                    self._settle(group, held)
-                held.busy += 1
+                    with held.calling:
+                        self._settle(group, held)
+                held.enter(1)
             except VendorHang as hang:
                 exit_into_respawn(hang)
             except VendorError as error:
                 self._close(held)
                 raise self._meaning(error, generation) from error
         try:
-            self._check(generation)  # after busy: either the interruption sees us or we see it
-            before = self._mark()
-            yield held.communicator
-            behind = self._mark()
-            if before is not None and behind is not None:
-                held.enqueue(before, behind)
+            with held.calling:
+                self._check(generation)  # after busy: either the interruption sees us or we see it
+                with self._noted(held):
+                    yield held.communicator
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError as error:
             raise self._meaning(error, generation) from error
         finally:
-            held.busy -= 1
+            held.enter(-1)
 
-    def _mark(self) -> torch.Event | None:
+    @contextmanager
+    def _noted(self, held: Held) -> Iterator[None]:
+        """Note what is enqueued in the block, also if the library refuses a part of it: the rest waits for peers."""
         if self.device.type == "cpu":
-            return None
+            yield
+            return
+        before = self._mark()
+        try:
+            yield
+        finally:
+            held.enqueue(before, self._mark())
+
+    def _mark(self) -> torch.Event:
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
@@ -361,18 +402,27 @@ class DeviceFabric(NativeFabric):
 
     def close(self) -> None:
         held, self._held = list(self._held.values()), {}
-        for one in held:
-            self._close(one)
+        for thread in _begun([partial(self._close, one) for one in held]):
+            thread.join()
         self.outbox.close()
         super().close()
 
     def _close(self, held: Held) -> None:
         try:
-            held.communicator.close()
+            with held.ending:
+                held.communicator.close()
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError:
             return  # it is broken already: nothing is left to free
+
+
+def _begun(actions: Iterable[Callable[[], None]]) -> list[threading.Thread]:
+    """Return the threads that run ``actions``, all begun."""
+    threads = [threading.Thread(target=action, name="elastic-revoke", daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _of_making(making: bytes) -> tuple[tuple[int, bytes], tuple[int, bytes]]:

@@ -117,6 +117,8 @@ class Recovery:
 
     def _report(self) -> Report:
         at, program = self._context, self._program
+        if at.tools.fabric.unfinished():
+            self._take_back()
         report = Report(
             holdings=at.tools.pool.holdings(
                 self._step_commit.known_rows(), at.history.of(at.record).placement, self._step_commit.voting.placement
@@ -132,6 +134,13 @@ class Recovery:
         )
         at.listener.reporting(report)
         return report
+
+    def _take_back(self) -> None:
+        """Count nothing as done that a device may have been left with: parameters, sums for a vote, a fenced action."""
+        at = self._context
+        at.parameters, at.tools.arena.filled = -1, False
+        self._step_commit.void()
+        self._program.done = False
 
     def _settle(self, outcome: RecoveryOutcome) -> None:
         """Bring every survivor to the same version, with matching parameters."""

@@ -107,7 +107,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return guarded([&] { return torch_stream(exchange_stream(stream_of(to))); });
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &stream_of(stream); }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  // An event is used on a thread that has a device of this process: CUDA begins on the current one where it has not
+  // been used before, and on Ascend a thread without one fails.
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    const auto* found = static_cast<Event*>(event);
+    try {
+      device(current_device());
+    } catch (const std::exception& error) {
+      if (Stream* stream = found->stream()) stream->device().fail(std::string("an event was freed: ") + error.what());
+    }
+    delete found;
+  }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = new Event;
     guarded([&] { static_cast<Event*>(*event)->record(stream_of(stream)); });
@@ -115,10 +125,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) guarded([&] { static_cast<Event*>(event)->block(stream_of(stream)); });
   }
-  bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->query(); }
+  bool queryEvent(void* event) const override {
+    return !event || guarded([&] {
+      device(current_device());
+      return static_cast<Event*>(event)->query();
+    });
+  }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     guarded([&] {
+      device(current_device());
       static_cast<Event*>(event)->synchronize();
       if (Stream* stream = static_cast<Event*>(event)->stream()) stream->device().check();
     });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,8 +67,11 @@ class ProcessGroupHCCL:
     def abort_hccl_comm(self, why: str) -> None:
         """End all operations; the group is of no use afterwards."""
         self._aborted = True
-        for group in self._groups.values():
-            group.close()
+        ending = [threading.Thread(target=group.close) for group in self._groups.values()]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Issued:
         return self._issue(tensors[0], lambda group: group.all_reduce(tensors[0], kind_of(options.reduceOp)))
