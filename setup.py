@@ -1,4 +1,4 @@
-"""Builds the native modules of megatron.elastic: CMake and ninja compile them, setuptools packages them.
+"""Builds the native modules of megatron.elastic (CMake and ninja), and describes the packages to an index.
 
 ``CMakeLists.txt`` has sources, flags and libraries. This file runs it in ``build/native-*``, one folder for each
 version of Python, and puts each module that is newer in its place.
@@ -8,14 +8,20 @@ it has mapped; nothing is replaced unless everything compiles.
 
     python setup.py build_ext --inplace            # also what `pip install --no-build-isolation -e .` runs
     python setup.py build_ext --target=TARGET      # a native test (tests/native/CMakeLists.txt); no module is replaced
+
+The packages' description is README.md. An index cannot resolve links to files of the repository, so
+``MEGATRON_ELASTIC_URL``, the repository's page on GitHub, makes them links into the tag of the version. Without it such
+links become their texts, and the metadata names no URL.
 """
 
 import fcntl
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import ClassVar
 
@@ -75,7 +81,36 @@ class BuildNative(build_ext):
         os.replace(partial, target)
 
 
+def description(readme: str, repository: str, version: str) -> str:
+    """Return ``readme`` with relative links made absolute; with their texts instead if ``repository`` is empty."""
+
+    def link(found: re.Match[str]) -> str:
+        picture, text, path = found.groups()
+        if not repository:
+            return f"({text})" if picture else text
+        return f"{picture}[{text}]({repository}/{'raw' if picture else 'blob'}/v{version}/{path})"
+
+    return re.sub(r"(!?)\[([^\]]+)\]\((?!https?://|#)([^)\s]+)\)", link, readme)
+
+
+def pages(repository: str, version: str) -> dict[str, str]:
+    """Return the metadata's URLs, none if ``repository`` is empty. Raises ``SystemExit`` if it is no URL."""
+    if not repository:
+        return {}
+    if not repository.startswith("https://"):
+        raise SystemExit(f"error: MEGATRON_ELASTIC_URL={repository}: give https://HOST/OWNER/NAME, or leave it unset")
+    documents = {"Documentation": "docs/user-guide.md", "Changelog": "CHANGELOG.md"}
+    files = {name: f"{repository}/blob/v{version}/{path}" for name, path in documents.items()}
+    return {"Repository": repository, "Issues": f"{repository}/issues", **files}
+
+
+REPOSITORY = os.environ.get("MEGATRON_ELASTIC_URL", "").rstrip("/")
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
 setup(
+    long_description=description((ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY, VERSION),
+    long_description_content_type="text/markdown",
+    project_urls=pages(REPOSITORY, VERSION),
     ext_modules=[Extension(f"megatron.elastic._{folder.name}", []) for folder in sorted((ROOT / "csrc").iterdir())],
     cmdclass={"build_ext": BuildNative},
 )

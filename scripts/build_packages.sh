@@ -5,6 +5,8 @@
 #
 # The wheel holds native parts for the torch of requirements/torch.txt and gets the oldest manylinux tag that they
 # allow. torch's own libraries stay outside of it: they are loaded before the native parts are.
+#
+#   MEGATRON_ELASTIC_URL   the repository's page on GitHub, for links in the packages' description (default: no links)
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

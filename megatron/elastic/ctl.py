@@ -126,17 +126,43 @@ def reshape(run_id: str, node: int, sizes: Reshape) -> ReshapeStatus:
         time.sleep(_LOOK_SECONDS)
 
 
+_COMMANDS_OF = {
+    "yes": ("drain", "stop"),
+    "ranks": ("drain", "admit"),
+    "json": ("status",),
+    "watch": ("status",),
+    "store": ("doctor",),
+    **dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), ("reshape",)),
+}
+"""Each flag that not every command takes → those that do."""
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises :class:`CtlError` for a flag that belongs to other commands."""
+    for flag, commands in _COMMANDS_OF.items():
+        given = getattr(args, flag)
+        if args.do not in commands and given is not None and given is not False:
+            why = ": stop ends the whole job" if (args.do, flag) == ("stop", "ranks") else ""
+            raise CtlError(f"{args.do} takes no --{flag}{why}; it is for {' and '.join(commands)}")
+    if args.watch is not None and not 0.1 <= args.watch <= 86400:
+        raise CtlError(f"--watch takes seconds between 0.1 and 86400, got {args.watch:g}")
+
+
+def _ranks(text: str | None) -> tuple[int, ...]:
+    """The ranks that ``--ranks`` names, none without the flag. Raises ``ValueError`` if it names none, or no ranks."""
+    if text is None:
+        return ()
+    ranks = tuple(int(rank) for rank in text.split(",") if rank)
+    if not ranks or any(not 0 <= rank < 1 << 31 for rank in ranks):
+        raise ValueError(f"{text!r} are no ranks")
+    return ranks
+
+
 def _command(do: str, ranks: tuple[int, ...]) -> Command:
-    """Raises ``ValueError`` for numbers that are no ranks, :class:`CtlError` for ranks where the command takes none."""
-    if any(not 0 <= rank < 1 << 31 for rank in ranks):
-        raise ValueError(f"{ranks} are no ranks")
     if do == "drain":
         return Drain(ranks)
     if do == "admit":
         return Admit(ranks)
-    if ranks:
-        hint = "stop ends the whole job: leave out --ranks, or use drain" if do == "stop" else f"{do} takes no --ranks"
-        raise CtlError(hint)
     plain: dict[str, Command] = {"status": Status(), "stop": Stop(), "checkpoint": SaveCheckpoint()}
     return plain[do]
 
@@ -144,10 +170,8 @@ def _command(do: str, ranks: tuple[int, ...]) -> Command:
 def _reshape(args: argparse.Namespace) -> int:
     """Raises :class:`CtlError`."""
     given = [size for size in (args.cp, args.ep) if size is not None]
-    if args.do != "reshape" or args.ranks or min(args.tp, args.pp, args.dp, *given) < 1:
-        raise CtlError(
-            "reshape takes --tp, --pp, --dp and perhaps --cp and --ep, each at least 1; no other command does"
-        )
+    if min(size or 0 for size in (args.tp, args.pp, args.dp, *given)) < 1:
+        raise CtlError("reshape takes --tp, --pp, --dp and perhaps --cp and --ep, each at least 1")
     run_id, node = choose(args.run_id, consoles())
     found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp, args.cp or 1, args.ep or 0))
     print(f"job {run_id}: {found.text}")
@@ -168,7 +192,7 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="For drain and stop: end the only job on this machine without naming it by --run-id.",
     )
-    parser.add_argument("--ranks", default="", help="For drain and admit: ranks, e.g. 4,5. Default: all.")
+    parser.add_argument("--ranks", help="For drain and admit: ranks, e.g. 4,5. Default: all.")
     parser.add_argument("--json", action="store_true", help="For status: print JSON, every field by its name.")
     parser.add_argument(
         "--watch",
@@ -186,7 +210,7 @@ def main(argv: list[str]) -> int:
     )
     for flag, axis in (("--tp", "tensor"), ("--pp", "pipeline"), ("--dp", "data")):
         parser.add_argument(
-            flag, type=int, default=0, help=f"For reshape, required: {axis}-parallel size to go on with, at least 1."
+            flag, type=int, help=f"For reshape, required: {axis}-parallel size to go on with, at least 1."
         )
     parser.add_argument(
         "--cp", type=int, help="For reshape: context-parallel size to go on with, at least 1. Default: 1."
@@ -195,21 +219,13 @@ def main(argv: list[str]) -> int:
         "--ep", type=int, help="For reshape: expert-parallel size to go on with, at least 1. Default: the launch's."
     )
     args = parser.parse_args(argv)
-    if args.do != "status" and (args.json or args.watch is not None):
-        print(f"error: {args.do} takes neither --json nor --watch: they are for status", file=sys.stderr)
-        return 1
-    if args.watch is not None and not 0.1 <= args.watch <= 86400:
-        print(f"error: --watch takes seconds between 0.1 and 86400, got {args.watch:g}", file=sys.stderr)
-        return 1
-    if args.store is not None and args.do != "doctor":
-        print(f"error: {args.do} takes no --store: it is for doctor", file=sys.stderr)
-        return 1
     try:
+        _check_flags(args)
         if args.do == "doctor":
             return _doctor(args.run_id, args.store)
-        if args.do == "reshape" or args.tp or args.pp or args.dp or (args.cp, args.ep) != (None, None):
+        if args.do == "reshape":
             return _reshape(args)
-        command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
+        command = _command(args.do, _ranks(args.ranks))
         run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))
         if isinstance(command, Status) and args.watch is not None:
             return _watch(run_id, node, args.watch, args.json)

@@ -31,6 +31,11 @@ def duration(seconds: float) -> str:
     raise AssertionError("durations below a minute are handled above")
 
 
+def _whole(seconds: float) -> str:
+    """As :func:`duration`, without fractions of a second: ``12 s``."""
+    return f"{seconds:.0f} s" if seconds < 100.0 else duration(seconds)
+
+
 def progress_line(status: JobStatus) -> str:
     """One line: step and rate, time left, loss, members, the state of the job, and the losses so far."""
     parts = [status.state]
@@ -117,7 +122,7 @@ def _who(status: JobStatus) -> Iterable[tuple[str, str]]:
         yield "members", f"{standing}: {ranks_text(ranks)}"
     for number, node in status.nodes.items():
         if not node.alive or node.out_s or node.finding:
-            left_out = node.finding or (f"left out for {duration(node.out_s)}" if node.out_s else "")
+            left_out = node.finding or (f"left out for {_whole(math.ceil(node.out_s))}" if node.out_s else "")
             why = left_out if node.alive else "not here"
             yield (
                 "members",
@@ -177,7 +182,7 @@ def _recovery(recovery: Recovered) -> str:
 
 def _ago(status: JobStatus, at: float) -> str:
     seconds = status.job_s - at
-    return f"{duration(round(seconds))} ago:" if seconds >= 10.0 else "just now:"
+    return f"{_whole(seconds)} ago:" if seconds >= 10.0 else "just now:"
 
 
 def _here(status: JobStatus) -> Iterable[str]:
@@ -188,7 +193,7 @@ def _here(status: JobStatus) -> Iterable[str]:
     for (step, phase, waiting_for), ranks in doing.items():
         waits = f", waiting for {ranks_text(waiting_for)}" if waiting_for else ""
         idle = max(status.workers_here[rank].idle_s for rank in ranks)
-        still = f", for {duration(idle)}" if idle >= 10.0 else ""
+        still = f", for {_whole(idle)}" if idle >= 10.0 else ""
         pids = ", ".join(f"rank {rank}: pid {status.workers_here[rank].pid}" for rank in ranks[:_SHOWN])
         where = f"step {step}, " if step >= 0 else ""
         yield f"{ranks_text(ranks)} {where}{phase}{waits}{still} ({pids}{', …' if len(ranks) > _SHOWN else ''})"

@@ -92,14 +92,11 @@ def test_impossible_sizes_are_refused_in_one_line(appended: list[Event], capsys:
     [
         ["reshape", "--tp", "2"],
         ["reshape", "--tp", "2", "--pp", "1", "--dp", "1", "--cp", "0"],
-        ["status", "--dp", "2"],
-        ["status", "--cp", "2"],
         ["reshape", "--tp", "2", "--pp", "1", "--dp", "1", "--ep", "0"],
-        ["status", "--ep", "2"],
-        ["reshape", "--ranks", "1"],
+        ["reshape", "--tp", "2", "--pp", "1", "--dp", "-1"],
     ],
 )
-def test_sizes_belong_to_reshape_all_three(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_reshape_takes_all_three_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 1
     assert "error: reshape takes --tp, --pp, --dp and perhaps --cp and --ep, each at least 1" in capsys.readouterr().err
 

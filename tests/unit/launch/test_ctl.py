@@ -30,3 +30,27 @@ def test_what_ends_a_job_asks_for_its_name(
     monkeypatch.setattr("megatron.elastic.ctl.ask", lambda *request: pytest.fail(f"asked {request}"))
     assert main([do]) == 1
     assert "--run-id other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("doctor --ranks 1", "doctor takes no --ranks; it is for drain and admit"),
+        ("doctor --yes", "doctor takes no --yes; it is for drain and stop"),
+        ("stop --ranks 1", "stop takes no --ranks: stop ends the whole job; it is for drain and admit"),
+        ("reshape --tp 1 --pp 1 --dp 1 --ranks 0", "reshape takes no --ranks; it is for drain and admit"),
+        ("status --ep 0", "status takes no --ep; it is for reshape"),
+        ("admit --tp 0", "admit takes no --tp; it is for reshape"),
+        ("drain --json", "drain takes no --json; it is for status"),
+        ("checkpoint --watch", "checkpoint takes no --watch; it is for status"),
+        ("status --store 127.0.0.1:1", "status takes no --store; it is for doctor"),
+        ("drain --ranks=", "--ranks takes numbers like 4,5, got ''"),
+        ("drain --ranks -4", "--ranks takes numbers like 4,5, got '-4'"),
+    ],
+)
+def test_a_flag_that_a_command_has_no_use_for_is_refused_in_one_line(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron.elastic.ctl.ask", lambda *request: pytest.fail(f"asked {request}"))
+    assert main(words.split()) == 1
+    assert capsys.readouterr() == ("", f"error: {said}\n")
