@@ -52,9 +52,7 @@ def test_ranks_that_share_the_sequence_compute_the_longest_part_at_most(parts: i
     assert limits().largest_part(4, parts, ()) == -(-PPM * -(-16 // parts) // (16 * 4))
 
 
-@pytest.mark.parametrize(
-    "given", [{"transformer_impl": "transformer_engine"}, {"multi_latent_attention": True}]
-)
+@pytest.mark.parametrize("given", [{"transformer_impl": "transformer_engine"}, {"multi_latent_attention": True}])
 def test_some_models_are_computed_by_the_launchs_cells_alone(given: dict[str, Any]) -> None:
     fixed = limits(**given)
     assert fixed.largest_part(4, 1, ()) == PPM // 4
