@@ -5,7 +5,8 @@
 #   bash scripts/measure_install.sh --wheel FILE       # from a built wheel (scripts/build_packages.sh), empty environment
 #
 # With --quickstart also runs scripts/quickstart.sh twice in that clone and reports both times. With --wheel the
-# installed package trains for two steps, so that a wheel that does not run is not measured.
+# installed package trains for two steps, and programs of torch alone (DDP and FSDP2) run on its backend under
+# torchrun, so that a wheel that does not run is not measured.
 # tools/installations.py records what it prints.
 set -euo pipefail
 shopt -s inherit_errexit # a failing step fails the measurement
@@ -63,12 +64,29 @@ trains() { # the installed package, from an empty folder: no file of the clone i
         --vocab-size 255 --eval-interval 1000 --eval-iters 0 --log-interval 1 --elastic
 }
 
+runs_programs() { # DDP and FSDP2 without an import of ours, in the same folder: on backend elastic they get gloo's result
+    local bin="$work/clone/.venv/bin" examples program backend
+    cd "$work/empty"
+    examples="$("$bin/megatron-elastic" files)/examples"
+    for program in ddp fsdp2; do
+        ! grep -n 'import .*megatron\|from megatron' "$examples/$program.py" >&2 || return 1
+        for backend in elastic gloo; do
+            OMP_NUM_THREADS=1 "$bin/torchrun" --standalone --nproc-per-node 2 "$examples/$program.py" "$backend" |
+                sort >"$work/$program.$backend"
+            cat "$work/$program.$backend" >&2
+        done
+        (("$(grep -c '^rank [01] of 2 on elastic: ' "$work/$program.elastic")" == 2)) || return 1
+        diff <(sed 's/ on elastic:/ on gloo:/' "$work/$program.elastic") "$work/$program.gloo" >&2 || return 1
+    done
+}
+
 if [[ -n "$wheel" ]]; then
     install_seconds=$(seconds install_wheel)
     (trains) | tee "$work/training" >&2
     steps=$(grep -c 'iteration .* lm loss: [0-9]' "$work/training" || true)
     (("$steps" == 2)) || { echo "error: the installed package trained $steps steps of 2" >&2 && exit 1; }
-    trained=", \"trained_steps\": $steps"
+    (runs_programs) || { echo "error: a program of torch alone does not run on the installed backend elastic" >&2 && exit 1; }
+    trained=", \"trained_steps\": $steps, \"programs\": [\"ddp\", \"fsdp2\"]"
 else
     install_seconds=$(seconds bash -c 'source scripts/env.sh && elastic_env')
 fi

@@ -1,7 +1,8 @@
 """A torchx component: elastic pretraining on any scheduler that torchx knows.
 
-    torchx run -s local_cwd scripts/torchx_pretrain.py:pretrain -j 1x4 -- --elastic --mock-data ...
-    torchx run -s slurm scripts/torchx_pretrain.py:pretrain -j 4x8 --gpu 8 --secret_file /shared/secret -- --elastic ...
+    component="$(megatron-elastic files)/scripts/torchx_pretrain.py:pretrain"      # of a checkout or an installed wheel
+    torchx run -s local_cwd "$component" -j 1x4 -- --elastic --mock-data ...
+    torchx run -s slurm "$component" -j 4x8 --gpu 8 --secret_file /shared/secret -- --elastic ...
 
 Without deferred annotations: torchx evaluates the types of the arguments.
 
@@ -21,7 +22,7 @@ __all__ = ["pretrain"]
 
 def pretrain(
     *script_args: str,
-    script: str = "pretrain_gpt.py",
+    script: str = "",
     image: str = "megatron-elastic",
     name: str = "/",
     j: str = "1x2",
@@ -40,7 +41,7 @@ def pretrain(
 
     Args:
         script_args: arguments of the script
-        script: Megatron-LM's pretraining script
+        script: a pretraining script on the nodes; by default pretrain_gpt.py of the package that is installed there
         image: image of the nodes (docker/)
         name: {experiment}/{run}, as in dist.ddp
         j: {nodes}x{workers}, or {least}:{most}x{workers} where further nodes may join
@@ -70,8 +71,10 @@ def pretrain(
     elif count > 1:  # the first node's name is in a variable of the scheduler, which some leave empty on that node
         text += f" --rdzv-backend c10d --rdzv-endpoint $${{{macros.rank0_env}:=localhost}}:{port}"
     elastic = ["--elastic-secret-file", secret_file] if secret_file else []
-    text += " " + shlex.join([script, *script_args, *elastic])
-    run = StructuredNameArgument.parse_from(name=name, script=script)
+    # torchx reads $$ as $.
+    text += f" {shlex.quote(script)} " if script else ' "$$(python -m megatron.elastic.command files)/pretrain_gpt.py" '
+    text += shlex.join([*script_args, *elastic])
+    run = StructuredNameArgument.parse_from(name=name, script=script or "pretrain_gpt.py")
     role = specs.Role(
         name="node",
         image=image,

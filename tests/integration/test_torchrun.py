@@ -18,12 +18,12 @@ RANKS = 3
 STEPS = 5
 
 
-def output(program: str, *arguments: str, packages: Path | None = None) -> str:
+def output(program: str, *arguments: str, packages: Path | None = None, flags: tuple[str, ...] = ()) -> str:
     """Run ``program`` on :data:`RANKS` ranks under torchrun, and return what they print.
 
-    ``packages``: a folder of further packages.
+    ``packages``: a folder of further packages. ``flags``: of torchrun.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *flags]
     done = subprocess.run(
         [*command, program, *arguments],
         cwd=ROOT,
@@ -52,7 +52,10 @@ def trained_alone() -> float:
 
 
 def trains_the_model_of_one_process(program: str, packages: Path | None = None) -> None:
-    printed = output(f"examples/{program}.py", "elastic", packages=packages)
+    is_the_model_of_one_process(output(f"examples/{program}.py", "elastic", packages=packages))
+
+
+def is_the_model_of_one_process(printed: str) -> None:
     found = re.findall(rf"rank (\d) of {RANKS} on (\w+): (\S+)", printed)
     assert {(int(rank), backend) for rank, backend, _ in found} == {(rank, "elastic") for rank in range(RANKS)}
     (total,) = {float(value) for _, _, value in found}
@@ -64,13 +67,36 @@ def test_a_program_of_torchs_own_trains_the_model_of_one_process(program: str) -
     trains_the_model_of_one_process(program)
 
 
+@pytest.mark.parametrize(("lost", "point"), [(1, "reduction"), (0, "reduction"), (2, "barrier")])
+def test_a_killed_worker_is_an_error_for_the_others_and_torchrun_starts_them_again(
+    tmp_path: Path, lost: int, point: str
+) -> None:
+    """torchrun looks at its workers only every 15 s here: until then no process but the lost one's peers acts.
+
+    A peer that waited for the lost rank any longer would be ended by torchrun, and could write no error.
+    """
+    flags = ("--max-restarts", "1", "--monitor-interval", "15")
+    arguments = (str(tmp_path), str(lost), point)
+    is_the_model_of_one_process(output("tests/integration/restarted_ddp.py", *arguments, flags=flags))
+    errors = {path.name: path.read_text() for path in tmp_path.glob("error*")}
+    assert set(errors) == {f"error0.rank{rank}" for rank in range(RANKS) if rank != lost}
+    for text in errors.values():
+        assert f"rank {lost}" in text or "lost" in text, text
+    continued = {(tmp_path / f"attempt1.rank{rank}").read_text() for rank in range(RANKS)}
+    assert continued == {"2" if point == "reduction" else "3"}, "the second attempt goes on from the checkpoint"
+
+
+def installed(name: str, folder: Path) -> Path:
+    """``folder``, with the packages of ``requirements/NAME.txt``: the environment that trains stays as it is."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, "-r", str(ROOT / "requirements" / f"{name}.txt")], check=True, timeout=300)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Accelerate and Lightning: the environment that trains stays as it is."""
-    folder = tmp_path_factory.mktemp("trainers")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    subprocess.run([*pip, "-r", str(ROOT / "requirements" / "trainers.txt")], check=True, timeout=300)
-    return folder
+    """Accelerate and Lightning."""
+    return installed("trainers", tmp_path_factory.mktemp("trainers"))
 
 
 @pytest.mark.slow
