@@ -96,7 +96,10 @@ def counts(figures: Mapping[str, Any]) -> str:
         ("neither", "neither runs at this size, plain Megatron nor --elastic"),
         ("failed", "failed"),
         ("not run", "nothing refused, not run"),
-        ("refused, not on a CPU", "refused; plain Megatron does not run it on a CPU either"),
+        (
+            "refused, not on a CPU",
+            "refused; plain Megatron does not run it here either, at this size and with these tokens",
+        ),
         ("refused", "refused; plain Megatron runs it on a CPU, or was not tried"),
     ):
         lines.append(_line((name, str(found[status]))))

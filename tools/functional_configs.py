@@ -233,7 +233,8 @@ class Job:
 
 def _says_why(line: str) -> bool:
     """Return whether a line may say why a job failed."""
-    ends = line.startswith("[launch] ") and "ends with exit status" not in line
+    known = ("ends with exit status", "failed during start-up")
+    ends = line.startswith("[launch] ") and not any(words in line for words in known)
     return ends or "error: " in line.lower() or "could not" in line
 
 

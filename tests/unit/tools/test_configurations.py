@@ -144,4 +144,4 @@ def test_a_refused_configuration_counts_where_plain_megatron_runs_it() -> None:
     rows += [about | {"status": "refused", "plain": plain} for plain in ("", "ran", "exit status 1: no GPU")]
     said = counts({"configurations": rows, "other_scripts": {}})
     assert "Of those tried that a CPU can run at all, 1 of 3 (33%) ran." in said
-    assert "| refused; plain Megatron does not run it on a CPU either | 1 |" in said
+    assert "| refused; plain Megatron does not run it here either, at this size and with these tokens | 1 |" in said
