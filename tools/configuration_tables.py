@@ -84,7 +84,7 @@ def _line(cells: Iterable[str]) -> str:
 def counts(figures: Mapping[str, Any]) -> str:
     """Return a line for each outcome with its number of configurations."""
     rows = figures["configurations"]
-    found = Counter(row["status"] for row in rows)
+    found = Counter(_outcome(row) for row in rows)
     others = Counter(figures["other_scripts"].values())
     compared = [row["deviation"] for row in rows if row["status"] == "ran"]
     largest = f"Largest relative deviation of a loss from plain Megatron's: {max(compared):.0e}." if compared else ""
@@ -96,10 +96,27 @@ def counts(figures: Mapping[str, Any]) -> str:
         ("neither", "neither runs at this size, plain Megatron nor --elastic"),
         ("failed", "failed"),
         ("not run", "nothing refused, not run"),
-        ("refused", "refused"),
+        (
+            "refused, not on a CPU",
+            "refused; plain Megatron does not run it here either, at this size and with these tokens",
+        ),
+        ("refused", "refused; plain Megatron runs it on a CPU, or was not tried"),
     ):
         lines.append(_line((name, str(found[status]))))
+    tried = sum(found[status] for status in ("ran", "plain failed", "failed", "refused"))
+    ran = found["ran"] + found["plain failed"]
+    lines += ["", f"Of those tried that a CPU can run at all, {_percent(ran, tried)} ran."]
     return "\n".join([*lines, "", largest or "No losses were compared yet."])
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    """Return the status of a row; refused ones apart by whether plain Megatron runs them on a CPU."""
+    alone = row["status"] == "refused" and row.get("plain", "") not in ("", "ran")
+    return "refused, not on a CPU" if alone else str(row["status"])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({part / whole:.0%})" if whole else "none"
 
 
 def functional_tables(figures: Mapping[str, Any]) -> list[str]:
@@ -126,6 +143,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     result = f"{row['deviation']:.0e}" if row["status"] == "ran" else row["failure"]
     if row["status"] == "refused":
         result = ", ".join(sorted({line.split()[0] for line in row["refused"]}))
+        if row.get("plain"):
+            result += f"; plain Megatron: {row['plain']}"
     return row["name"], str(row["ranks"]), row["status"], result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tools.configuration_tables import PAGE, RECORD, losses_of, page
+from tools.configuration_tables import PAGE, RECORD, counts, losses_of, page
 from tools.example_arguments import EXAMPLES, Example
 from tools.functional_configs import Job, fault_for
 from tools.shrunk_configs import Configuration, Reference, configurations, ranks, shrunk
@@ -136,3 +136,12 @@ def test_what_an_example_loses_is_what_its_start_refuses() -> None:
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == page(json.loads(RECORD.read_text())), "python -m tools.configuration_tables"
     assert len({example.model for example in EXAMPLES}) == len(EXAMPLES)
+
+
+def test_a_refused_configuration_counts_where_plain_megatron_runs_it() -> None:
+    about = {"deviation": 0.0, "refused": ["--x is not supported"]}
+    rows = [{"status": "ran", "deviation": 1e-7}, {"status": "not run"}]
+    rows += [about | {"status": "refused", "plain": plain} for plain in ("", "ran", "exit status 1: no GPU")]
+    said = counts({"configurations": rows, "other_scripts": {}})
+    assert "Of those tried that a CPU can run at all, 1 of 3 (33%) ran." in said
+    assert "| refused; plain Megatron does not run it here either, at this size and with these tokens | 1 |" in said
