@@ -53,6 +53,9 @@ class Layers:
         """Cells do not cut the sequence."""
         return None
 
+    def parameters_changed(self) -> None:
+        """Layers keep nothing that was computed from parameters."""
+
     def weigh_layer_losses(self, weight: float) -> None:
         self.weight = weight
 
