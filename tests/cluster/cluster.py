@@ -372,7 +372,8 @@ class Cluster:
         self.faults = parse_faults(";".join([lingering, *scenario.script]))
         self.scheduler = Scheduler(scenario.seed)
         chance = self.scheduler.random.random
-        enqueues = Random(f"enqueues {scenario.seed}").random() < 0.3  # of its own: orders of a seed stay as they were
+        # Drawn by itself, so orders of a seed stay as they were. Exact mode is refused on devices.
+        enqueues = Random(f"enqueues {scenario.seed}").random() < 0.3 and ("exact", True) not in scenario.settings
         self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3, enqueues=enqueues))
         self.reached: Counter[tuple[int, str]] = Counter()
         """(rank, named point) → how often it got there."""
