@@ -265,7 +265,8 @@ SECTIONS = (
         "Which of torchft's tests pass?",
         "Its manager, LocalSGD, DiLoCo, process groups and lighthouse, unchanged, with `ProcessGroupElastic` in place "
         "of its group over gloo, and with that one beside it. On busy cores `test_streaming_diloco_upscale` fails on "
-        "either: a newcomer asks for a quorum after the others have ended ([log](log.md), 2026-11-25).",
+        "either: a replica that asks for a quorum late is left out, and the others end without it ([log](log.md), "
+        "2026-11-26).",
         suite_tables.counts_and_reasons,
     ),
     Section(

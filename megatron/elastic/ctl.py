@@ -78,12 +78,15 @@ def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -
         run_id = next(iter(found))
         if not sure:
             raise CtlError(f"the only job on this machine is {run_id!r}: to end it, give --run-id {run_id}, or --yes")
+    if not found:
+        meant = "no job runs" if run_id is None else f"job {run_id!r} does not run"
+        raise CtlError(f"{meant} on this machine: give the command on a node of the job, or see ctl doctor")
+    jobs = ", ".join(sorted(found))
     if run_id is None:
-        jobs = ", ".join(sorted(found)) or "none"
         raise CtlError(f"several jobs run on this machine: {jobs}; choose one with --run-id")
     key = run_id[:80]
     if key not in found:
-        raise CtlError(f"no agent of job {run_id!r} on this machine; running: {', '.join(sorted(found)) or 'none'}")
+        raise CtlError(f"job {run_id!r} does not run on this machine; running: {jobs}")
     return key, found[key][0]
 
 

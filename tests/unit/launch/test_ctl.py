@@ -18,8 +18,14 @@ def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
 def test_of_several_none_is_taken(sure: bool) -> None:
     with pytest.raises(CtlError, match=r"several jobs.*one, two.*--run-id"):
         choose(None, {"one": [0], "two": [0]}, sure)
-    with pytest.raises(CtlError, match="no agent of job 'three'"):
+    with pytest.raises(CtlError, match=r"job 'three' does not run on this machine; running: one$"):
         choose("three", {"one": [0]}, sure)
+
+
+@pytest.mark.parametrize(("run_id", "meant"), [(None, "no job runs"), ("one", "job 'one' does not run")])
+def test_without_a_job_the_answer_does_not_speak_of_several(run_id: str | None, meant: str) -> None:
+    with pytest.raises(CtlError, match=rf"^{meant} on this machine: .* on a node of the job"):
+        choose(run_id, {})
 
 
 @pytest.mark.parametrize("do", ["drain", "stop"])
