@@ -350,7 +350,7 @@ def interruption_ends_every_kind_of_wait(here: Here, fabric: Fabric) -> None:
         blocked("async", work.wait),
     ]
     time.sleep(0.2)
-    assert 3 in fabric.waiting_for()
+    _await(lambda: 3 in fabric.waiting_for())
     fabric.interrupt(2)
     for thread in threads:
         thread.join(timeout=10)
