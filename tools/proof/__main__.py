@@ -13,16 +13,31 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.elastic.platform.visible_devices import number_on_machine
 from tools.bench._jobs import ROOT
 from tools.proof import report
 from tools.proof.machine import Machine, on_platform
 from tools.proof.sections import SECTIONS, Settings
 
-_ONE_DEVICE = {"cuda": "CUDA_VISIBLE_DEVICES=0", "npu": "ASCEND_RT_VISIBLE_DEVICES=0"}
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
+def one_device(platform: str, chosen: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variable that leaves one device visible: ``chosen`` (NAME=VALUE), else the first that is visible now.
+
+    Raises ``ValueError`` for a platform whose variable is not known, without ``chosen``.
+    """
+    if not chosen and platform in _VISIBLE:
+        return {_VISIBLE[platform]: number_on_machine(0, _VISIBLE[platform], environ)}
+    name, _, value = (chosen or "").partition("=")
+    if not name:
+        raise ValueError(f"--one-device: which variable leaves one device of {platform} visible?")
+    return {name: value}
 
 
 def devices_of(platform: str) -> int:
@@ -66,15 +81,16 @@ def main() -> None:
     """See the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m tools.proof", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--platform", required=True, help="cuda, npu, or module:Class of a Platform")
-    parser.add_argument("--one-device", metavar="NAME=VALUE", help="variable that leaves one device visible")
+    parser.add_argument("--one-device", metavar="NAME=VALUE", help="leaves one device visible (default: the first)")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for reports, outputs and checkpoints")
     parser.add_argument("--plain-alone", action="store_true", help="plain Megatron has no library for several devices")
     parser.add_argument("--short", action="store_true", help="one case of each kind")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options = parser.parse_args()
-    name, _, value = (options.one_device or _ONE_DEVICE.get(options.platform, "")).partition("=")
-    if not name:
-        parser.error(f"--one-device: which variable leaves one device of {options.platform} visible?")
+    try:
+        one = one_device(options.platform, options.one_device)
+    except ValueError as error:
+        parser.error(str(error))
     if options.out.exists() and any(options.out.iterdir()):
         parser.error(f"--out {options.out}: the folder is not empty")
     if set(options.sections) & {"kills"} and "parity" not in options.sections:
@@ -84,7 +100,7 @@ def main() -> None:
     except RuntimeError as error:
         parser.error(f"--platform {options.platform}: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
-    machine = Machine(options.platform, devices, {name: value}, options.out.resolve())
+    machine = Machine(options.platform, devices, one, options.out.resolve())
     settings = replace(Settings.short() if options.short else Settings(), plain_alone=options.plain_alone)
     found = prove(machine, settings, options.sections)
     verdicts = {name: figures["passed"] for name, figures in found["sections"].items()}

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.elastic.observe.events import EventRecord
+from tools.proof import __main__ as proof
 from tools.proof import report
 from tools.proof.__main__ import main
-from tools.proof.machine import DRAINED, Ran
+from tools.proof.machine import DRAINED, Machine, Ran
 from tools.proof.sections import SECTIONS, deviation, happened, mttr, phases, whole_again
 
 KILLS = "".join(
@@ -27,6 +28,23 @@ def record(kind: str, wall: float, rank: int = 0, incarnation: int = 0, **fields
 
 def committed(*walls: float) -> list[EventRecord]:
     return [record("step", wall, step=step, losses={"lm loss": 1.0}) for step, wall in enumerate(walls, 3)]
+
+
+def proved(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return the machine whose devices ``main`` proves with ``flags``; no section runs."""
+    machines: list[Machine] = []
+
+    def prove(machine: Machine, *_: Any) -> dict[str, Any]:
+        machines.append(machine)
+        return {"sections": {}}
+
+    monkeypatch.setattr(sys, "argv", ["tools.proof", *flags])
+    monkeypatch.setattr(proof, "devices_of", lambda platform: 2)
+    monkeypatch.setattr(proof, "prove", prove)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    return machines[0]
 
 
 def test_the_mean_that_megatron_prints_with_its_second_step_is_taken_apart() -> None:
@@ -71,6 +89,29 @@ def test_both_reports_have_every_section(tmp_path: Path) -> None:
     assert all(f"## {name}" in text for name in SECTIONS)
     assert "| parity | **failed** | 2 |" in text and "| library_edits | not possible here | 0 |" in text
     assert "| 4 | inf | lost |" in text and "- why: one device" in text
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+@pytest.mark.parametrize(("visible", "one"), [("6,7", "6"), ("GPU-8a,GPU-9b", "GPU-8a"), (None, "0")])
+def test_jobs_on_one_device_use_the_first_that_the_user_lets_them_see(
+    platform: str, variable: str, visible: str | None, one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(variable, visible)
+    machine = proved(("--platform", platform, "--out", str(tmp_path / "new")), monkeypatch)
+    assert machine.environment(one_device=True)[variable] == one
+    assert machine.environment().get(variable) == visible
+
+
+def test_a_variable_that_is_named_says_which_device_jobs_on_one_device_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    flags = ("--platform", "cuda", "--one-device", "CUDA_VISIBLE_DEVICES=7", "--out", str(tmp_path / "new"))
+    assert proved(flags, monkeypatch).environment(one_device=True)["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 @pytest.mark.parametrize(
