@@ -350,10 +350,7 @@ def interruption_ends_every_kind_of_wait(here: Here, fabric: Fabric) -> None:
         blocked("async", work.wait),
     ]
     time.sleep(0.2)
-    end = time.monotonic() + 10
-    while 3 not in fabric.waiting_for() and time.monotonic() < end:
-        time.sleep(0.001)
-    assert 3 in fabric.waiting_for()
+    _await(lambda: 3 in fabric.waiting_for())
     fabric.interrupt(2)
     for thread in threads:
         thread.join(timeout=10)
