@@ -432,7 +432,7 @@ def test_ctl_shows_and_drains_a_running_job() -> None:
         for ends in ("drain", "stop"):  # a name left out is not taken for this job's
             unnamed = ctl(ends)
             assert unnamed.returncode == 1 and job.run_id in unnamed.stderr and "--run-id" in unnamed.stderr
-        assert "leave out --ranks" in ctl("stop", "--run-id", job.run_id, "--ranks", "1").stderr
+        assert "stop takes no --ranks" in ctl("stop", "--run-id", job.run_id, "--ranks", "1").stderr
         accepted = json.loads(ctl("drain", "--run-id", job.run_id).stdout)
         assert accepted == {"answer": "accepted", "accepted": "drain", "run_id": job.run_id, "ranks": []}
         assert job.exit_code() == 3
