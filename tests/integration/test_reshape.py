@@ -257,6 +257,7 @@ def test_experts_through_another_tensor_parallel_size_and_back(tmp_path: Path) -
     assert len(later) == 2 and largest_deviation(later, losses(logs(tmp_path, "resumes"))) < 1e-5
 
 
+@pytest.mark.slow
 def test_ranks_that_share_experts_come_to_share_the_sequence_and_back(tmp_path: Path) -> None:
     """Megatron has built this model without context parallelism, and with losses that balance experts."""
     flags, folder = (*DROPOUT, *RATES, *SHARE, "--moe-z-loss-coeff", "1e-3"), tmp_path / "events"
