@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[int, int, tuple[str, ...], float]] = {
 """Name → ranks of a group, stages, flags, and the largest relative deviation: sums over fewer ranks are rounded in
 another order. Of groups of two there are two, of groups of four one a stage."""
 GOES_ON = {2: ("rank 0 goes on", "rank 3 goes on"), 4: ("ranks {0,2,3} go on", "ranks {0,3} go on")}
-DEFAULT = ("zero bubble, grouped queries", UNEVEN)
+DEFAULT = (UNEVEN,)
 
 
 @pytest.mark.parametrize(

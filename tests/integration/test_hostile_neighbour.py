@@ -33,11 +33,15 @@ STEPS = 100_000
 """So many that a job goes on until it is told to stop."""
 SECONDS = 300.0
 LONG = 600.0
+EVEN = ("--elastic-fail-slow", "off")
+"""A rank that other work makes slow is given fewer micro-batches, and then sums round differently."""
 
 
 def two_agents(stack: ExitStack, folder: Path, ranks: int, seconds: float) -> list[RunningJob]:
     """Launchers of both nodes, with ``ranks`` each; they train until they are told to stop."""
-    plain = elastic_command(folder / "events", ranks, 1, 2, STEPS, *QUIET, *RARELY, "--save", str(folder / "saved"))
+    plain = elastic_command(
+        folder / "events", ranks, 1, 2, STEPS, *QUIET, *RARELY, *EVEN, "--save", str(folder / "saved")
+    )
     at = plain.index("--nproc-per-node")
     where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     where += ["--rdzv-id", uuid.uuid4().hex[:12], "--node-rank"]
@@ -89,7 +93,7 @@ def check_undisturbed(folder: Path, ranks: int, seconds: float) -> None:
     assert not disturbed.of("loss") and "lost" not in disturbed.output, disturbed.output[-3000:]
     steps = max(disturbed.committed)
     end = ("--exit-interval", str(min(steps, 8)))
-    alone = elastic_job(folder / "alone", 2 * ranks, 1, 2, STEPS, *QUIET, *RARELY, *end)
+    alone = elastic_job(folder / "alone", 2 * ranks, 1, 2, STEPS, *QUIET, *RARELY, *EVEN, *end)
     assert alone.code == 0, alone.output[-3000:]
     compared = sorted(set(alone.committed) & set(disturbed.committed))
     assert len(compared) >= 5 and sorted(disturbed.committed) == list(range(1, steps + 1))

@@ -97,7 +97,7 @@ def drain_at(folder: Path, moment: Moment, world: int = 4, pipeline: int = 2) ->
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(m, id=m.name, marks=() if m.name in ("recovery", "joiner") else pytest.mark.slow) for m in MOMENTS],
+    [pytest.param(m, id=m.name, marks=() if m.name == "joiner" else pytest.mark.slow) for m in MOMENTS],
 )
 def test_sigterm_drains_at_the_next_boundary(tmp_path: Path, moment: Moment) -> None:
     drain_at(tmp_path, moment)

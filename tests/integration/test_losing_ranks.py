@@ -94,6 +94,7 @@ def test_a_pipeline_goes_on_with_cells_of_unequal_size(tmp_path: Path) -> None:
         assert said.count(off) == 1
 
 
+@pytest.mark.slow
 def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
     """Here with two model chunks a stage."""
     cases = [one("pp2dp2v2", "mid_forward", 1), one("pp2dp2v2", "after_reduce", 2)]

@@ -232,6 +232,7 @@ def undisturbed(result: JobResult, folder: Path, ranks: int, tensor: int, flags:
     assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5
 
 
+@pytest.mark.slow
 def test_experts_through_another_tensor_parallel_size_and_back(tmp_path: Path) -> None:
     """A rank is killed while state moves; plain Megatron resumes what the other sizes have saved."""
     flags, folder, saved = (*QUIET, *RATES, *SHARE), tmp_path / "events", tmp_path / "saved"
