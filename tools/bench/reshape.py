@@ -1,7 +1,7 @@
 """Other parallel sizes while training (``ctl reshape``), beside moving the same bytes at once and beside a restart.
 
     python -m tools.bench.reshape [--trials 3] [--link tcp] [--gbit 1] [--hidden 512] [--seq 32] [--batch 16]
-                                  [--waiting 0.05]
+                                  [--waiting 0.05] [--overlap both]
 
 A trial is one real job under the launcher that begins as TP 2 x PP 2 and goes through ``SIZES``, each after quiet
 steps. Then the same changes as they are made without it, by plain Megatron-LM under torchrun: the job saves a
@@ -9,7 +9,9 @@ checkpoint and ends, and one of the other sizes loads it.
 
 With ``--gbit R`` (root, programs ip and tc) everything runs in a network namespace of its own, whose loopback passes
 R Gbit/s (token bucket). With ``--waiting S`` every forward and backward of that job waits S seconds besides, as a host
-does whose accelerator computes; the restarts wait for nothing but themselves.
+does whose accelerator computes; the restarts wait for nothing but themselves. ``--overlap`` is the job's
+``--elastic-overlap``: whether gradients are reduced and shipped behind the backward, as most scripts for accelerators
+ask for.
 
 Of each change, from the event log:
 
@@ -159,6 +161,7 @@ def reshaped(options: argparse.Namespace) -> list[EventRecord]:
     with tempfile.TemporaryDirectory() as folder:
         run_id = f"bench-reshape-{os.getpid()}-{time.monotonic_ns()}"
         elastic = ["--elastic", "--elastic-transport", options.link, "--elastic-event-log", folder]
+        elastic += ["--elastic-overlap", options.overlap]
         if options.waiting:
             elastic += faults(";".join(waits(options)))
         job = command(WORLD, *flags_of(options, SIZES[0]), *elastic)
@@ -218,6 +221,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
+    parser.add_argument("--overlap", choices=("none", "reduce", "gather", "both"), default="none")
     options = parser.parse_args()
     behind_a_slow_link(options, "reshape")
     found: list[list[Change]] = []
@@ -233,7 +237,8 @@ def main() -> None:
         }
         for number, (before, after) in enumerate(pairwise(SIZES))
     }
-    print_result("reshape", {**settings_of(options), "link_bytes_a_second": median_of(bandwidths), "changes": changes})
+    settings = {**settings_of(options), "overlap": options.overlap}
+    print_result("reshape", {**settings, "link_bytes_a_second": median_of(bandwidths), "changes": changes})
 
 
 if __name__ == "__main__":
