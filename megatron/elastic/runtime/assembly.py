@@ -28,7 +28,7 @@ from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
-from megatron.elastic.engine.generation.report import Report
+from megatron.elastic.engine.generation.report import Report, reports_of
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.settings import Settings
@@ -157,7 +157,7 @@ def assemble(
         views=views,
         agreement=agreement,
         record=record,
-        view=views.build_view(decision, configuration, record, measured),
+        view=views.build_view(decision, configuration, record, measured, reports_of(decision)),
         history=History(configuration),
         injector=links.injector,
         timer=timer,

@@ -24,7 +24,7 @@ from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
-from megatron.elastic.engine.generation.report import Report, newcomers
+from megatron.elastic.engine.generation.report import Report, newcomers, reports_of
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import Relays, View, unit_groups
 from megatron.elastic.plan.model import Grid
@@ -115,7 +115,7 @@ def view_of(factory: ViewFactory, decided: Decision, record: StepRecord | None =
     """Return the view of ``decided`` under the launch's configuration without the copies of ranks that were lost."""
     survivors = [rank for rank in decided.members if rank not in newcomers(decided)]
     held = configuration(factory, survivors)
-    return factory.build_view(decided, held, record or RECORD, held.assignment)
+    return factory.build_view(decided, held, record or RECORD, held.assignment, reports_of(decided))
 
 
 SURVIVORS = st.sets(st.sampled_from(RANKS), min_size=1)
@@ -165,9 +165,11 @@ def test_a_cell_of_other_ranks_than_were_measured_is_not_taken_for_slow() -> Non
         held = configuration(made[0])
         exchanged = ((0, held.assignment.cells[1].ranks), (1, held.assignment.cells[0].ranks))
         formed = replace(held, assignment=replace(held.assignment, formed=exchanged))
-        loss = made[0].build_view(decision(RANKS), formed, record, held.assignment)
-        again = made[0].build_view(decision(RANKS), formed, record, formed.assignment)
-        moved = made[0].with_configuration(made[0].build_view(decision(RANKS), held, record, held.assignment), formed)
+        loss = made[0].build_view(decision(RANKS), formed, record, held.assignment, {})
+        again = made[0].build_view(decision(RANKS), formed, record, formed.assignment, {})
+        moved = made[0].with_configuration(
+            made[0].build_view(decision(RANKS), held, record, held.assignment, {}), formed
+        )
     assert dict(loss.speeds()) == dict(moved.speeds()) == {2: 600_000, 3: 600_000}
     assert set(dict(again.speeds())) == set(range(len(RANKS)))
 

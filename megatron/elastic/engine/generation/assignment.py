@@ -296,11 +296,21 @@ class Assignment:
         now, then = self.cells, before.cells
         return tuple((cell, ppm) for cell, ppm in speeds if cell in now and now[cell] == then.get(cell))
 
-    def state_groups(self, covered: Covered = only_at_launch) -> dict[UnitShard, tuple[int, ...]]:
+    def state_groups(self, covered: Covered = only_at_launch) -> Mapping[UnitShard, tuple[int, ...]]:
         """Return (unit, shard) → ranks that cover it, living or not, those nearer the start of their pipeline first.
 
         All ranks of a cell hold the common part of its units. Units without parameters of a kind have groups too.
         """
+        if covered not in self._state_groups:
+            self._state_groups[covered] = self._grouped(covered)
+        return self._state_groups[covered]
+
+    @cached_property
+    def _state_groups(self) -> dict[Covered, Mapping[UnitShard, tuple[int, ...]]]:
+        """What :meth:`state_groups` has found: a recovery asks twice."""
+        return {}
+
+    def _grouped(self, covered: Covered) -> Mapping[UnitShard, tuple[int, ...]]:
         groups: dict[UnitShard, list[tuple[int, int]]] = {}
         for replica in self.replicas:
             for segment in replica.segments:

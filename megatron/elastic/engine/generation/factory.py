@@ -24,7 +24,7 @@ from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
-from megatron.elastic.engine.generation.report import joined_since_vote, newcomers, reports_of
+from megatron.elastic.engine.generation.report import Report, joined_since_vote, newcomers
 from megatron.elastic.engine.generation.reshape import reshaped
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
@@ -89,12 +89,17 @@ class ViewFactory:
     # -- views -----------------------------------------------------------------
 
     def build_view(
-        self, decision: Decision, configuration: Configuration, record: StepRecord, measured: Assignment
+        self,
+        decision: Decision,
+        configuration: Configuration,
+        record: StepRecord,
+        measured: Assignment,
+        reports: Mapping[int, Report],
     ) -> View:
         """Return this rank's view of a decided generation that goes on from ``record``.
 
-        ``measured``: the assignment that the record names, whose cells have the record's speeds. Raises
-        :class:`StageGone` if some unit has no whole living cell.
+        ``measured``: the assignment that the record names, whose cells have the record's speeds. ``reports``: those of
+        the decision's members. Raises :class:`StageGone` if some unit has no whole living cell.
         """
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
@@ -108,7 +113,6 @@ class ViewFactory:
         speeds = _speeds_of_kept(dict(record.speeds), measured, assignment, newcomers(decision))
         plan = self._plan(assignment, decision.members, speeds, self.rows_after(record))
         view = self._build_view(decision.generation, tuple(decision.members), configuration, plan)
-        reports = reports_of(decision)
         unproven = {*newcomers(decision), *(joined_since_vote(reports) if reports else ())}
         return replace(view, domains=failure_domains(decision), unproven=frozenset(unproven))
 

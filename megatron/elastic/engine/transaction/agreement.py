@@ -123,7 +123,7 @@ class Agreement:
         held_for = {r.held_for for r in reports.values()}
         undefined = held_for != {assignment.digest()} or lost_steps > 0 or bool(newcomers(decision))
         configuration = Configuration(promotion.placement, assignment)
-        view = self.views.build_view(decision, configuration, resolution.record, named.assignment)
+        view = self.views.build_view(decision, configuration, resolution.record, named.assignment, reports)
         seconds["plan"] = self.threads.monotonic() - started
         outcome = RecoveryOutcome(
             decision=decision,

@@ -70,6 +70,8 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
     for layer in _layers(module):
         if layer.num_local_experts != len(experts):
             config = without_references(layer.config)
+            # Megatron gives its experts this width too, after a copy in depth that takes milliseconds.
+            config.ffn_hidden_size = config.moe_ffn_hidden_size
             layer.experts = layer.submodules.experts(len(experts), config, pg_collection=groups)
             layer.num_local_experts = len(experts)
         layer.local_expert_indices = list(experts)
