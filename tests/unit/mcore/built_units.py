@@ -19,7 +19,8 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
@@ -57,34 +58,52 @@ def built(case: Dealt) -> dict[str, Any]:
     }
 
 
+def parameters_of(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    return {f"{path}.{name}": item for path, one in modules.items() for name, item in one.named_parameters()}
+
+
+def routed_layers(module: torch.nn.Module) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, MoELayer)]
+
+
 def redealt(case: Dealt) -> dict[str, Any]:
-    """Give a layer with all experts to a crew in which this rank has fewer, and to one in which it has as many."""
+    """Give units with all experts to a crew in which this rank has fewer, and to one in which it has as many.
+
+    One is a layer, the other a head with two layers of further tokens.
+    """
     sizes: dict[str, Any] = {
         "num_moe_experts": EXPERTS,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 16,
         "add_bias_linear": False,
+        "mtp_num_layers": 2,
     }
-    model: Any = gpt(gpt_config(case, 1, 0.0, **sizes), tied=False)
+    config = gpt_config(case, 1, 0.0, **sizes)
+    model: Any = gpt(config, tied=False)
     told: list[torch.nn.Module] = []
-    specs = LayerSpecs((get_gpt_layer_local_spec(num_experts=EXPERTS),))
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS)
+    specs = LayerSpecs((spec,), get_gpt_mtp_block_spec(config, spec, False))
     builder = UnitBuilder(model, model, 3, specs, lambda inner, module, place: told.append(module))
-    born = builder.build(1, BuildSite.of(model, None), training=True)
+    units = {"decoder.layers.0": 1, "mtp": 2}
+    born = {path: builder.build(unit, BuildSite.of(model, None), training=True) for path, unit in units.items()}
     group, position = parallel_state.get_tensor_model_parallel_group(), Position(0, 1)
     sizes_of_all, found = Sizes.of(model.config, VOCABULARY, LENGTH), dict[str, Any]()
     for name, mine in {"fewer": (0, 3), "as many": tuple(range(EXPERTS))}.items():
         crew = Crew((0, 1), (mine, (1, 2)))
         place = TensorPlace(position, group, sizes_of_all, 0, crew, launched=True)
-        told.clear()
-        layer = builder.with_experts(1, born, BuildSite.of(model, place), training=True)["decoder.layers.0"]
-        before = dict(born["decoder.layers.0"].named_parameters())
-        found[name] = {
-            "experts": [len(one.mlp.experts.local_experts) for one in (layer, born["decoder.layers.0"])],
-            "indices": layer.mlp.local_expert_indices,
-            "kept": [key for key, value in layer.named_parameters() if value is before.get(key)],
-            "all": list(before),
-            "told": [type(one).__name__ for one in told],
-        }
+        site = BuildSite.of(model, place)
+        for path, unit in units.items():
+            told.clear()
+            dealt, given = builder.with_experts(unit, born[path], site, training=True), born[path]
+            before = parameters_of(given)
+            mine, old = routed_layers(dealt[path]), routed_layers(given[path])
+            found[f"{path}, {name}"] = {
+                "experts": [[len(one.experts.local_experts) for one in layers] for layers in (mine, old)],
+                "indices": [one.local_expert_indices for one in mine],
+                "kept": [key for key, value in parameters_of(dealt).items() if value is before.get(key)],
+                "all": list(before),
+                "told": [type(one).__name__ for one in told],
+            }
     return found
 
 

@@ -35,15 +35,18 @@ def test_each_module_is_made_ready_in_the_mode_that_was_asked_for(answers: dict[
         assert answer["training"] == {path: path != "embedding" for path in answer["training"]}
 
 
-def test_another_crew_takes_new_experts_and_nothing_else(answers: dict[str, Any]) -> None:
-    found = answers["redealt"]["fewer"]
-    assert found["experts"] == [2, 4] and found["indices"] == [0, 3], "the layer of the launch has all of its own"
+@pytest.mark.parametrize(("path", "layers"), [("decoder.layers.0", 1), ("mtp", 2)])
+def test_another_crew_takes_new_experts_and_nothing_else(answers: dict[str, Any], path: str, layers: int) -> None:
+    found = answers["redealt"][f"{path}, fewer"]
+    assert found["experts"] == [[2] * layers, [4] * layers], "those of the launch have all of their own"
+    assert found["indices"] == [[0, 3]] * layers
     assert found["kept"] == [name for name in found["all"] if ".experts." not in name]
-    assert found["told"] == ["SequentialMLP"]
+    assert found["told"] == ["SequentialMLP"] * layers
 
 
-def test_another_crew_keeps_as_many_experts(answers: dict[str, Any]) -> None:
-    found = answers["redealt"]["as many"]
+@pytest.mark.parametrize("path", ["decoder.layers.0", "mtp"])
+def test_another_crew_keeps_as_many_experts(answers: dict[str, Any], path: str) -> None:
+    found = answers["redealt"][f"{path}, as many"]
     assert found["kept"] == found["all"] and found["told"] == []
 
 

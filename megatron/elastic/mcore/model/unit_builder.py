@@ -91,20 +91,19 @@ class UnitBuilder:
 
         For a rank in its cell of the launch, whose crew lost a rank: it builds a few experts and no layer.
         """
-        if "mtp" in modules:
-            return self.build(unit, site, training)
         return {path: self._redealt(module, site, training) for path, module in modules.items()}
 
-    def _redealt(self, layer: Any, site: BuildSite, training: bool) -> Any:
-        before = getattr(layer, "mlp", None)
-        if not isinstance(before, MoELayer):
-            return layer
+    def _redealt(self, module: Any, site: BuildSite, training: bool) -> Any:
+        before = _routed_layers(module)
+        if not before:
+            return module
         assert site.place is not None, "at the launch's place a crew is the launch's"
-        mine = copy_with(layer, mlp=copy_with(before))
+        mine = _copied_to_experts(module)
         with _without_values(site.model, site.layers):
             site.place.deal_experts(mine, site.building)
-        if mine.mlp.experts is not before.experts:
-            self._finish(mine.mlp.experts, site, training)
+        for layer, old in zip(_routed_layers(mine), before, strict=True):
+            if layer.experts is not old.experts:
+                self._finish(layer.experts, site, training)
         return mine
 
     def _finish(self, module: torch.nn.Module, site: BuildSite, training: bool) -> None:
@@ -205,6 +204,16 @@ def copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
         else:
             new._modules[name] = child
     return new
+
+
+def _routed_layers(module: torch.nn.Module) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, MoELayer)]
+
+
+def _copied_to_experts(module: torch.nn.Module) -> Any:
+    """Return a copy of ``module`` with copies of what contains its routed layers, and of these; all else is shared."""
+    children = {name: child for name, child in module.named_children() if _routed_layers(child)}
+    return copy_with(module, **{name: _copied_to_experts(child) for name, child in children.items()})
 
 
 @contextmanager
