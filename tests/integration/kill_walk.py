@@ -112,6 +112,8 @@ LAYOUTS = {
     "ep2pp2dp2": Layout(1, 2, 2, experts=2),
     "ep4pp2dp4": Layout(1, 2, 4, experts=4),
     "tp2ep2pp2dp2": Layout(2, 2, 2, experts=2),
+    "cp4": Layout(1, 1, 1, context=4),
+    "cp2pp2dp2": Layout(1, 2, 2, context=2),
 }
 
 

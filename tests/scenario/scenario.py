@@ -102,8 +102,8 @@ class Layout:
 
     def elsewhere(self, rank: int) -> int:
         """A rank that may be lost beside ``rank``: with two mirrors no stage and no block is without a rank."""
-        if self.tensor > 1:
-            return rank ^ 1  # its partner in the tensor-parallel group
+        if self.tensor > 1 or self.context > 1:
+            return rank ^ 1  # its partner in the tensor-parallel group, or with another part of the sequence
         if self.experts > 2:
             return rank ^ 1  # of the same crew, whose experts then have two homes fewer
         if 1 < self.experts < self.data:
@@ -123,7 +123,7 @@ class Layout:
     @property
     def plain(self) -> Layout:
         """Of its undisturbed run: one replica, or one crew. The other sizes decide the initial weights."""
-        data = 2 if self.tensor == self.pipeline == self.experts == 1 else self.experts
+        data = 2 if self.tensor == self.context == self.pipeline == self.experts == 1 else self.experts
         return replace(self, data=data)
 
 
