@@ -9,7 +9,7 @@ relative to those of a mean rank:
 launch      as Megatron deals experts: adjacent ones
 homes       as ``--elastic-expert-balance homes`` would move them: the same in all layers
 by layer    by the same swaps, in each layer by itself
-replicas    as Lazarus places replicas (``tools/bench/lazarus.py``) in ``--slots`` experts of a rank, in each layer by
+replicas    as Lazarus places replicas (``plan/lazarus.py``) in ``--slots`` experts of a rank, in each layer by
             itself; the replicas of an expert have the same number of its tokens
 
 The last line is one JSON object.
@@ -26,7 +26,7 @@ from megatron.elastic.observe.event_kinds import ExpertsEvent
 from megatron.elastic.observe.events import read_events
 from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened
 from tools.bench._common import print_result
-from tools.bench.lazarus import allocation
+from megatron.elastic.plan.lazarus import allocation
 
 __all__ = ["imbalances"]
 
