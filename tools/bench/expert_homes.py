@@ -25,8 +25,8 @@ from pathlib import Path
 from megatron.elastic.observe.event_kinds import ExpertsEvent
 from megatron.elastic.observe.events import read_events
 from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened
-from tools.bench._common import print_result
 from megatron.elastic.plan.lazarus import allocation
+from tools.bench._common import print_result
 
 __all__ = ["imbalances"]
 

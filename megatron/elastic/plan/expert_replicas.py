@@ -13,12 +13,13 @@ a function of integers: equal on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.plan.expert_homes import PARTS, WORTH, Homes, Load, busiest, evened, excess, gains
 
-__all__ = ["Room", "replicated", "slots", "worth"]
+__all__ = ["Room", "dealt", "replicated", "slots", "worth"]
 
 _IDLE = 100
 """A replica is idle if the busiest place has at most 1/:data:`_IDLE` more tokens without it. Far below what a new one
@@ -58,10 +59,28 @@ def replicated(load: Load, homes: Homes, room: Room) -> Homes:
         found = further
 
 
-def worth(load: Load, before: Homes, after: Homes) -> bool:
-    """Return whether it is worth moving experts from ``before`` to ``after``: for less to do, or for fewer replicas."""
-    then, now = busiest(load, after), busiest(load, before)
-    return gains(then, now) or (slots(after) < slots(before) and then * _IDLE <= now * (_IDLE + 1))
+def worth(after: float, before: float, fewer: bool) -> bool:
+    """Return whether it is worth moving experts to bring :func:`busiest`, or a multiple of it, down to ``after``.
+
+    ``fewer``: there are fewer replicas then, which is worth a little more to do.
+    """
+    return gains(after, before) or (fewer and after * _IDLE <= before * (_IDLE + 1))
+
+
+def dealt(homes: Homes, lost: Collection[int], room: int) -> Homes:
+    """Return ``homes`` with a home for each of the ``lost`` experts, at the places with fewest.
+
+    ``room``: experts of all places together. Replicas are dropped for more, at the places with most.
+    """
+    mine = {place: list(homes[place]) for place in sorted(homes)}
+    while sum(map(len, mine.values())) + len(lost) > room:
+        count = Counter(expert for of in mine.values() for expert in of)
+        spare = [(len(of), place, expert) for place, of in mine.items() for expert in of if count[expert] > 1]
+        _, place, expert = max(spare)
+        mine[place].remove(expert)
+    for expert in sorted(lost):
+        mine[min(mine, key=lambda place: (len(mine[place]), place))].append(expert)
+    return {place: tuple(sorted(of)) for place, of in mine.items()}
 
 
 def _without_idle(load: Load, homes: Homes, room: Room) -> Homes:

@@ -9,8 +9,9 @@ ranks of their own. Then few different sets of ranks must not be lost together, 
 every expert survives. The slots that are left take the replicas that hot experts still lack. Where the experts do not
 fill whole ranks and the rest of them would have too few ranks, replicas go to ranks in turn.
 
-The engine's state survives losses by mirrors, wherever experts are, so it asks for one replica at least. A lost rank's
-experts that have other replicas then stay where they are (:meth:`Assignment.crewed`).
+The engine's state survives losses by mirrors, wherever experts are. So :func:`homes_of` asks for two replicas of each
+expert where there is room for them, and a lost rank's experts are computed where they are already
+(:meth:`Assignment.crewed`); without the room it asks for one.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def homes_of(load: Load, present: Homes, room: Room) -> Homes:
     """
     tokens = [sum(of) for of in zip(*load, strict=True)]
     order, places = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert)), sorted(present)
-    found = allocation(tokens, len(places), room.most)
+    least = min(2, len(places) * room.most // len(tokens), len(places))
+    found = allocation(tokens, len(places), room.most, least)
     full = [_filled(mine, order, room.least) for mine in found]
     taken = best_matching([[len(set(present[place]).intersection(mine)) for mine in full] for place in places])
     return {place: full[at] for place, at in zip(places, taken, strict=True)}

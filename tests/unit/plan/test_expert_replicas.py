@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.plan.expert_homes import PARTS, busiest, evened, excess, gains, shares
-from megatron.elastic.plan.expert_replicas import Room, replicated, slots, worth
+from megatron.elastic.plan.expert_replicas import Room, dealt, replicated, slots, worth
 
 Homes = Mapping[int, tuple[int, ...]]
 Case = tuple[list[list[int]], Homes, Room]
@@ -29,6 +29,10 @@ def cases(draw: st.DrawFn) -> Case:
     return load, {rank: tuple(sorted(mine)) for rank, mine in homes.items()}, Room(each, each + more)
 
 
+def moves(load: list[list[int]], before: Homes, after: Homes) -> bool:
+    return worth(busiest(load, after), busiest(load, before), slots(after) < slots(before))
+
+
 @given(cases())
 def test_every_expert_has_a_home_and_every_rank_the_room_for_its_experts(case: Case) -> None:
     load, homes, room = case
@@ -43,11 +47,11 @@ def test_what_is_worth_moving_is_a_gain_or_needs_fewer_replicas(case: Case) -> N
     """After a move there is no reason for another one under the same load, so no expert comes and goes."""
     load, homes, room = case
     found = replicated(load, homes, room)
-    if worth(load, homes, found):
+    if moves(load, homes, found):
         less = gains(busiest(load, found), busiest(load, homes))
         assert less or (slots(found) < slots(homes) and busiest(load, found) <= 1.01 * busiest(load, homes) + 1)
     seen, now = [homes], homes
-    while worth(load, now, after := replicated(load, now, room)):
+    while moves(load, now, after := replicated(load, now, room)):
         assert after not in seen and len(seen) < 20
         seen.append(after)
         now = after
@@ -91,7 +95,7 @@ def test_an_expert_hotter_than_a_rank_has_replicas_on_all_and_the_load_is_nearly
     found = replicated([load], homes, room)
     assert sum(load.index(max(load)) in mine for mine in found.values()) == len(homes)
     assert busiest([load], found) <= 1.1 * mean < 1.3 * mean <= alone
-    assert worth([load], homes, found)
+    assert moves([load], homes, found)
 
 
 def test_cold_experts_have_no_replicas() -> None:
@@ -105,7 +109,7 @@ def test_a_replica_that_is_no_longer_needed_is_dropped() -> None:
     homes, room = {0: (0, 1), 1: (0, 2, 3)}, Room(2, 3)
     even = [[100, 100, 100, 100]]
     found = replicated(even, homes, room)
-    assert slots(found) == 4 and worth(even, homes, found)
+    assert slots(found) == 4 and moves(even, homes, found)
     assert replicated(even, found, room) == found
 
 
@@ -114,11 +118,27 @@ def test_a_hot_expert_takes_the_place_of_another_replica() -> None:
     homes, room = {0: (0, 1), 1: (0, 2, 3)}, Room(2, 3)
     load = [[10, 900, 10, 10]]
     found = replicated(load, homes, room)
-    assert 1 in found[0] and 1 in found[1] and worth(load, homes, found)
+    assert 1 in found[0] and 1 in found[1] and moves(load, homes, found)
 
 
 def test_even_loads_move_nothing() -> None:
     homes, room = {0: (0, 1), 1: (2, 3)}, Room(2, 3)
     for load in ([[10, 10, 10, 10]], [[0, 0, 0, 0]]):
-        assert replicated(load, homes, room) == homes and not worth(load, homes, homes)
+        assert replicated(load, homes, room) == homes and not moves(load, homes, homes)
     assert excess([[10, 10, 10, 10]], homes) == 0
+
+
+@given(cases(), st.data())
+def test_lost_experts_are_dealt_and_replicas_make_room(case: Case, draw: st.DataObject) -> None:
+    """Some places are gone. No expert is lost, those that have a home keep one, and none has much more than others."""
+    _, homes, room = case
+    gone = draw.draw(st.sets(st.sampled_from(sorted(homes)), max_size=len(homes) - 1))
+    left = {place: mine for place, mine in homes.items() if place not in gone}
+    experts = {expert for mine in homes.values() for expert in mine}
+    kept = {expert for mine in left.values() for expert in mine}
+    more = room.most - room.least
+    found = dealt(left, experts - kept, len(experts) + more * len(left))
+    assert {expert for mine in found.values() for expert in mine} == experts and found.keys() == left.keys()
+    assert all(len(set(mine)) == len(mine) <= ceil(len(experts) / len(left)) + more for mine in found.values())
+    for place, mine in left.items():
+        assert all(expert in found[place] or any(expert in of for of in found.values()) for expert in mine)
