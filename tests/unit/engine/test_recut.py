@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
+from megatron.elastic.engine.generation.factory import ViewFactory
+from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, better_assignment, unmeasured_profile
+from megatron.elastic.engine.generation.shape import CellCut
+from megatron.elastic.plan.crews import crewed
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid, Profile
 from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.policies.registry import choice_of, policy_named
 from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
@@ -172,9 +179,9 @@ def test_a_stage_that_no_rank_holds_moves_however_little_is_left() -> None:
     assert better_assignment(Assignment.at_launch(shape), {0, 1, 3}, profile(shape), MEMORY, None, options) is not None
 
 
-def test_a_rank_needs_the_memory_of_the_replicas_that_it_may_have() -> None:
-    """Of their parameters and gradients: the state of an expert is where it is without replicas."""
-    shape = replace(nominal(1, 1, 4, tied=False), experts=4, expert_homes=4)
+def routed(more: int) -> tuple[LaunchTopology, Profile]:
+    """Four ranks with one of four experts of each layer, and room for ``more``; and its costs."""
+    shape = replace(nominal(1, 1, 4, tied=False), experts=4, expert_homes=4, expert_replicas=more)
     spec = ParamSpec("experts.0", 64 * 64, (64, 64), sharded=True, weight_decay_multiplier=1.0, group=0, expert=0)
     table = layouts(shape)
     for unit in range(1, LAYERS + 1):
@@ -182,13 +189,38 @@ def test_a_rank_needs_the_memory_of_the_replicas_that_it_may_have() -> None:
             one = replace(spec, name=f"experts.{expert}", expert=expert)
             shard = shape.expert_shard(expert)
             table[unit, shard] = UnitLayout.build(unit, shard, (one,), 1 << 14)
+    return shape, unmeasured_profile(shape, table, 32, 4 * 32 * 64, 4, lambda unit: 17 * 4 * 32 * 64, 32)
 
-    def costs(more: int) -> Profile:
-        sizes = replace(shape, expert_replicas=more)
-        return unmeasured_profile(sizes, table, 32, 4 * 32 * 64, 4, lambda unit: 17 * 4 * 32 * 64, 32)
 
-    without, two = costs(0), costs(2)
+def test_a_rank_needs_the_memory_of_the_replicas_that_it_may_have() -> None:
+    """Of their parameters and gradients: the state of an expert is where it is without replicas."""
+    (_, without), (_, two) = routed(0), routed(2)
     for unit, (before, after) in enumerate(zip(without.units, two.units, strict=True)):
-        routed = 0 < unit <= LAYERS
-        assert after.param_bytes - before.param_bytes == (2 * 64 * 64 * (4 + 4) if routed else 0)
+        more = 2 * 64 * 64 * (4 + 4) if 0 < unit <= LAYERS else 0
+        assert after.param_bytes - before.param_bytes == more
         assert replace(after, param_bytes=before.param_bytes) == before, "nothing else differs"
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_memory_that_is_missing_for_replicas_is_known_before_they_are_made(more: int) -> None:
+    shape, costs = routed(more)
+    start = Assignment.at_launch(shape)
+
+    def lacking(memory: int) -> int:
+        views = ViewFactory(
+            fabric=cast(Any, None),
+            launch_topology=shape,
+            config=ElasticConfig(),
+            layouts={},
+            arena=cast(Any, None),
+            choose=crewed(choice_of(policy_named("elaswave"))),
+            moves_units=False,
+            profile=costs,
+            hardware=Hardware(memory, 10**9),
+            sizes=CellSizes.of(lambda tensor, parts: None, CellCut(1), only_whole=True),
+        )
+        return views.lacking_for_replicas(start, range(4))
+
+    assert lacking(MEMORY) == 0 and (lacking(1) > 0) == (more > 0)
+    need = lacking(1) + 1
+    assert lacking(need) == 0 and lacking(need - 5) == (5 if more else 0)
