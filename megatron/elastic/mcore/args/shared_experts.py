@@ -9,6 +9,8 @@ from megatron.elastic.config import ElasticConfig
 
 __all__ = ["balance_faults", "faults"]
 
+_PLAIN = "run without --elastic"
+
 
 def balance_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     """Yield why experts cannot move according to their load."""
@@ -52,7 +54,7 @@ def faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[st
     if adjacent and sharing != cell:
         yield f"--use-tp-pp-dp-mapping with {size} puts a pipeline's experts on ranks of another: leave one out"
     if platform != "cpu" and args.transformer_impl != "local":  # a CPU has no others
-        yield f"{size} with --elastic needs Megatron's own layers: --transformer-impl local, or run without --elastic"
+        yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
     if platform != "cpu" and getattr(args, "moe_grouped_gemm", False):
         yield f"--moe-grouped-gemm keeps the experts of a rank in one weight, which {size} deals out: leave it out"
     if getattr(args, "moe_token_dispatcher_type", "") == "flex":
