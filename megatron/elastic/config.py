@@ -221,11 +221,18 @@ class ElasticConfig:
     """Steps after a loss before layers move to other ranks. Default: 50 while the lost rank is being started again, 0
     with --no-elastic-respawn. -1: layers never move."""
 
-    expert_balance: Literal["off", "homes"] = "off"
+    expert_balance: Literal["off", "homes", "replicas", "lazarus"] = "off"
     """Whether experts move between ranks by their measured load, where ranks share experts
     (--expert-model-parallel-size above 1). 'homes': each rank has as many experts as before, chosen so that all
-    receive about the same number of tokens. 'off': experts move after losses only. Use it where routers are skewed for
-    long."""
+    receive about the same number of tokens. 'replicas': also several ranks compute a hot expert, each some of its
+    tokens. 'lazarus': replicas as Lazarus allocates and places them (arXiv 2407.04656), which keep experts through
+    losses more than they even the load. 'off': experts move after losses only. Use it where routers are skewed for
+    long; 'replicas' where one expert has more tokens than a mean rank."""
+
+    expert_replicas: int = 1
+    """How many more experts of each layer a rank may have than its share, with --elastic-expert-balance replicas or
+    lazarus. Each takes the memory of its parameters and gradients; optimizer state does not grow. Raise it where the
+    busiest rank stays far above the mean. Lazarus needs as many as a rank's share to have each expert on two ranks."""
 
     mean_time_between_losses: float = 3600.0
     """Expected seconds between two changes of membership. Layers move only if the gain exceeds the cost of moving
@@ -323,6 +330,7 @@ class ElasticConfig:
             yield "--elastic-mean-time-between-losses must be a number of seconds above 0"
         if self.detection_timeout <= 0:
             yield "--elastic-detection-timeout must be above 0"
+        yield from self._replica_faults()
         yield from self._clock_faults()
         if self.trace and not self.event_log:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
@@ -331,6 +339,16 @@ class ElasticConfig:
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
         yield from self._exact_faults()
+
+    def _replica_faults(self) -> Iterator[str]:
+        policy = f"--elastic-expert-balance {self.expert_balance}"
+        if self.expert_replicas < 1:
+            yield ("--elastic-expert-replicas must be 1 or more; for none use --elastic-expert-balance homes (or off)")
+        elif self.expert_replicas > 1 and self.expert_balance in ("off", "homes"):
+            yield (
+                f"--elastic-expert-replicas {self.expert_replicas} with {policy}, which makes no replicas: "
+                "use --elastic-expert-balance replicas (or lazarus)"
+            )
 
     def _clock_faults(self) -> Iterator[str]:
         if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):
@@ -370,6 +388,11 @@ class ElasticConfig:
                 "--elastic-exact with --elastic-tensor live-on: sums over fewer ranks of a tensor-parallel group round "
                 "differently; use --elastic-tensor park"
             )
+
+    @property
+    def replicas_of_a_rank(self) -> int:
+        """How many more experts of a layer a rank may have than its share; 0: the policy makes no replicas."""
+        return self.expert_replicas if self.expert_balance in ("replicas", "lazarus") else 0
 
     @property
     def steps_before_migration(self) -> int:

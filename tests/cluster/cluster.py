@@ -143,7 +143,8 @@ def topology_of(scenario: Scenario, parts: bool = False, experts: tuple[int, int
     found = LaunchTopology(*sizes, chunks, grid, extra=scenario.spares, context=context)
     if experts is None:
         return found
-    return replace(found, experts=EXPERTS, expert_homes=experts[0], expert_parts=experts[1])
+    replicas = config_of(scenario).replicas_of_a_rank
+    return replace(found, experts=EXPERTS, expert_homes=experts[0], expert_parts=experts[1], expert_replicas=replicas)
 
 
 def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, program: Program) -> ModelInterface:

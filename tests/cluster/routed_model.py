@@ -1,9 +1,9 @@
 """A model whose ranks share experts: each unit adds, to that of :mod:`shared_model`, an expert's product of a position.
 
 A position goes to an expert by its number and the unit's, so choices depend on no rounding; one expert has half of all.
-An expert is a matrix, of which each of several ranks may have some columns. The ranks of a crew exchange positions with
-sums: each sets its own ones into a tensor of all, and every home multiplies what its experts receive. A rank without
-samples sets none.
+An expert is a matrix, of which each of several ranks may have some columns, and which several homes may have. The
+ranks of a crew exchange positions with sums: each sets its own ones into a tensor of all, and every home multiplies
+what its experts receive. A rank without samples sets none.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Routing(UnitChain):
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """See :class:`ModelInterface`."""
-        x = torch.empty(length_of(self._runs), 0, WIDTH, requires_grad=torch.is_grad_enabled())
+        needs_gradient = torch.is_grad_enabled() and piece.first > 0  # samples need none, so no rank sends any back
+        x = torch.empty(length_of(self._runs), 0, WIDTH, requires_grad=needs_gradient)
         for unit in range(piece.first, piece.end):
             x = self._routed(unit, x)
         return x
@@ -103,8 +104,20 @@ class Routing(UnitChain):
         received, experts = tokens[..., self._columns], self._experts[unit]
         products = torch.zeros_like(tokens)
         for expert, weight in experts.items():
-            products = products + (choices == expert).view(1, LENGTH, 1, 1) * (received @ weight.t())
+            products = products + self._received(expert, choices) * (received @ weight.t())
         return Mapped.apply(products, lambda whole: self._collected(whole, rows), self._spread)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _received(self, expert: int, choices: torch.Tensor) -> torch.Tensor:
+        """Whether this home of an expert receives a position of a rank, ``[ranks, length, 1, 1]``.
+
+        Of an expert with replicas, each receives every n-th of the positions.
+        """
+        crew = self._place.crew
+        assert crew is not None
+        homes = [number for number, mine in enumerate(crew.homes) if expert in mine]
+        turn = homes.index(self._members.index(self._rank) // crew.cut)
+        number = torch.arange(len(self._members)).view(-1, 1) + torch.arange(LENGTH)
+        return ((choices == expert) & (number % len(homes) == turn)).view(-1, LENGTH, 1, 1)
 
     def _spread(self, x: torch.Tensor) -> torch.Tensor:
         """The positions of all ranks of the crew, ``[ranks, length, ROWS, width]``."""

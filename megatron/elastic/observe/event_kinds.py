@@ -370,6 +370,8 @@ class ExpertsEvent(LogEvent):
     imbalance: float
     """Tokens of the busiest rank in each layer, summed over layers, relative to those of a mean rank: 1 is even. The
     largest over the groups of ranks that share experts."""
+    replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Unit → number of ranks that compute each expert, of units where some have several; the most in one group."""
 
 
 @dataclass(frozen=True)

@@ -431,8 +431,8 @@ class _EventWriter(Listener):
     def reshapes(self, units: int) -> None:
         self.publisher.moves(units)
 
-    def rehomes(self, record: StepRecord, view: View, before: float, after: float) -> None:
-        write_rehoming(record, view, before, after)
+    def rehomes(self, record: StepRecord, view: View, before: float, after: float, replicas: int) -> None:
+        write_rehoming(record, view, before, after, replicas)
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         write_migration(self.events, record, view, moved)

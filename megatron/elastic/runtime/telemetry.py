@@ -282,12 +282,16 @@ def write_recut(record: StepRecord, view: View, recut: Recut) -> None:
     print(f"step {record.version}: {what}; {why}", flush=True)
 
 
-def write_rehoming(record: StepRecord, view: View, before: float, after: float) -> None:
-    """Print that experts begin to move, and why: the load of the busiest rank relative to a mean one."""
+def write_rehoming(record: StepRecord, view: View, before: float, after: float, replicas: int) -> None:
+    """Print that experts begin to move, and why: the load of the busiest rank relative to a mean one.
+
+    ``replicas``: most homes of an expert then.
+    """
     if view.lowest:
+        most = f"; an expert has up to {replicas} replicas then" if replicas > 1 else ""
         print(
             f"step {record.version}: experts move to other ranks; the busiest one has {before:.2f} times the mean of "
-            f"tokens, and will have {after:.2f} times",
+            f"tokens, and will have {after:.2f} times{most}",
             flush=True,
         )
 
@@ -297,8 +301,12 @@ def write_experts(events: EventLog, record: StepRecord, view: View, load: Expert
     if load is None or not events.enabled or not view.lowest or record.version % SPAN:
         return
     tokens = load.tokens(record.expert_load)
-    imbalance = view.assignment.imbalance(tokens)
-    events.write(ExpertsEvent(record.version, {str(unit): found for unit, found in tokens.items()}, imbalance))
+    imbalance, found = (
+        view.assignment.imbalance(tokens),
+        {unit: view.assignment.expert_replicas(unit) for unit in tokens},
+    )
+    replicas = {str(unit): counts for unit, counts in found.items() if max(counts, default=1) > 1}
+    events.write(ExpertsEvent(record.version, {str(unit): of for unit, of in tokens.items()}, imbalance, replicas))
 
 
 def write_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:

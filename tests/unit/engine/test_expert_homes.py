@@ -1,18 +1,20 @@
 """Homes of experts: even at the launch, on the survivors of each crew after losses, even again when all are back.
 
-They may also follow the measured load. Then each rank has as many experts as before.
+They may also follow the measured load. Then each rank has as many experts as before, or a hot expert has replicas.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
+from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.compute.model_interface import Crew
-from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.assignment import Assignment, ExpertPolicy
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Grid
 
@@ -131,8 +133,8 @@ def test_homes_that_follow_the_load_are_even_in_it(size: int, groups: int, stage
     before = launched(size, groups, stages)
     ranks = range(size * groups * stages)
     load = skewed(before, size * draw.draw(st.integers(1, 2)))
-    after = before.evened(load)
-    assert after.evened(load) == after and after.digest() != before.digest()
+    after = before.balanced(load, "homes")
+    assert after.balanced(load, "homes") == after and after.digest() != before.digest()
     assert after.imbalance(load) == 1.0 and before.imbalance(load) > 1.2
     for rank in ranks:
         crew = crew_of(after, rank)
@@ -147,7 +149,7 @@ def test_homes_that_follow_the_load_are_even_in_it(size: int, groups: int, stage
 def test_a_loss_deals_the_experts_of_homes_that_follow_the_load(size: int, groups: int, draw: st.DataObject) -> None:
     """Survivors keep theirs. When the lost rank is back its crew has the homes of the launch, the others theirs."""
     before = launched(size, groups, 1)
-    even = before.evened(skewed(before, EXPERTS // size))
+    even = before.balanced(skewed(before, EXPERTS // size), "homes")
     ranks = range(size * groups)
     living = set(ranks) - {draw.draw(st.sampled_from(ranks))}
     after = even.crewed(living)
@@ -164,7 +166,7 @@ def test_a_loss_deals_the_experts_of_homes_that_follow_the_load(size: int, group
 def test_experts_dealt_for_a_missing_rank_are_evened_among_the_others() -> None:
     before = launched(3, 1, 1).crewed({0, 1})
     load = {0: (100,) * 8 + (1,) * 16, 1: (100,) * 8 + (1,) * 16}
-    after = before.evened(load)
+    after = before.balanced(load, "homes")
     assert after.imbalance(load) < 1.1 < before.imbalance(load)
     assert {len(crew_of(after, rank).experts_of(rank)) for rank in (0, 1)} == {EXPERTS // 2}
     assert after.crewed({0, 1}) == before, "the next decision deals them anew"
@@ -173,7 +175,7 @@ def test_experts_dealt_for_a_missing_rank_are_evened_among_the_others() -> None:
 def test_a_spare_takes_the_homes_of_the_cell_that_it_replaces() -> None:
     cuts, grid = ((0, 2),), Grid(2, 1, 2)
     before = Assignment.at_launch(LaunchTopology(1, 1, 2, cuts, grid, extra=1, experts=EXPERTS, expert_homes=2))
-    even = before.evened(skewed(before, EXPERTS // 2))
+    even = before.balanced(skewed(before, EXPERTS // 2), "homes")
     seated = even.undamaged().seated({0, 2}).crewed({0, 2})
     assert crew_of(seated, 2).experts == crew_of(even, 0).experts and crew_of(seated, 2).ranks == (0, 2)
 
@@ -181,7 +183,7 @@ def test_a_spare_takes_the_homes_of_the_cell_that_it_replaces() -> None:
 def test_a_cell_with_all_experts_has_nothing_to_even() -> None:
     before = launched(1, 2, 1, tensor=2, parts=1)
     load = skewed(before, EXPERTS // 2)
-    assert before.evened(load) == before and before.imbalance(load) > 1.5
+    assert before.balanced(load, "homes") == before and before.imbalance(load) > 1.5
     assert before.imbalance({}) == 1.0
 
 
@@ -189,7 +191,114 @@ def test_experts_move_only_if_a_rank_has_less_to_do_then() -> None:
     """Cells of two ranks, each of which has half of the cell's experts: one expert has most of the load."""
     before = launched(2, 1, 1, tensor=2)
     load = dict.fromkeys(range(2), tuple(600 if expert == 0 else 10 for expert in range(EXPERTS)))
-    assert before.imbalance(load) > 2.0 and before.evened(load) == before
+    assert before.imbalance(load) > 2.0 and before.balanced(load, "homes") == before
     cut = launched(2, 1, 1, tensor=2, parts=2)
     load = skewed(cut, 4)
-    assert cut.evened(load).imbalance(load) == 1.0, "each cell is one home"
+    assert cut.balanced(load, "homes").imbalance(load) == 1.0, "each cell is one home"
+
+
+POLICIES: tuple[ExpertPolicy, ...] = ("replicas", "lazarus")
+
+
+def with_replicas(assignment: Assignment, more: int = 2) -> Assignment:
+    """The same assignment of a job whose ranks may have ``more`` experts than their share."""
+    return replace(assignment, launch_topology=replace(assignment.launch_topology, expert_replicas=more))
+
+
+def any_load(draw: st.DataObject, units: int) -> dict[int, tuple[int, ...]]:
+    """A load of each unit by expert, mostly uneven."""
+    seeds = draw.draw(st.lists(st.integers(0, 2**31), min_size=units, max_size=units))
+    return {
+        at: tuple(int(Random(seed + e).paretovariate(0.7) * 10) for e in range(EXPERTS))
+        for at, seed in enumerate(seeds)
+    }
+
+
+def check_replicas(assignment: Assignment, ranks: Collection[int], room: int) -> None:
+    """Every crew of living ranks has each expert in at least one whole home, and no rank more than its room."""
+    for rank in ranks:
+        crew = crew_of(assignment, rank)
+        assert set(crew.replicas) == set(range(EXPERTS))
+        assert all(0 < len(set(mine)) == len(mine) <= room for mine in crew.homes)
+        assert all(crew.experts[at] == crew.homes[at // crew.cut] for at in range(len(crew.ranks)))
+
+
+@settings(deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    size=st.sampled_from((2, 3, 4)),
+    groups=st.integers(1, 2),
+    stages=st.integers(1, 2),
+    cell=st.sampled_from(((1, 1, 1), (2, 1, 1), (2, 1, 2))),
+    draw=st.data(),
+)
+def test_no_loss_or_return_loses_an_expert_of_a_crew_with_replicas(
+    policy: ExpertPolicy, size: int, groups: int, stages: int, cell: tuple[int, int, int], draw: st.DataObject
+) -> None:
+    """Loads, losses and returns in any order: every crew has all experts, in no more than its ranks' room."""
+    tensor, context, parts = cell
+    before = now = with_replicas(launched(size, groups, stages, tensor, parts, context=context))
+    ranks = range(tensor * context * size * groups * stages)
+    living, homes = set(ranks), before.deal.room(size)
+    sets = tensor * context // parts
+    for _ in range(draw.draw(st.integers(1, 4))):
+        now = now.balanced(any_load(draw, 2 * stages), policy)
+        check_replicas(now, computing(now, living), room_of(now, living, sets))
+        living = draw.draw(st.sets(st.sampled_from(ranks), min_size=max(1, len(ranks) // 2)))
+        now = now.crewed(living)
+        check_replicas(now, computing(now, living), room_of(now, living, sets))
+        assert now.crewed(living) == now or any(not mine for _, mine in now.rehomed)
+    assert homes.most == EXPERTS // size + 2 * sets or homes.most == EXPERTS
+    back = now.crewed(ranks).crewed(ranks)
+    check_replicas(back, ranks, EXPERTS // (size * sets) + 2)
+
+
+def computing(assignment: Assignment, living: Collection[int]) -> list[int]:
+    return [rank for cell in assignment.whole(living) for rank in assignment.cells[cell].ranks]
+
+
+def room_of(assignment: Assignment, living: Collection[int], sets: int) -> int:
+    """The largest room of a rank: of the crew that has lost most cells."""
+    whole = set(assignment.whole(living))
+    present = min(len([cell for cell in crew if cell in whole]) or len(crew) for crew in assignment._crews)
+    return -(-EXPERTS // (present * sets)) + 2
+
+
+@given(size=st.sampled_from((2, 3, 4)), hot=st.integers(0, EXPERTS - 1), policy=st.sampled_from(POLICIES))
+def test_an_expert_hotter_than_a_rank_has_replicas(size: int, hot: int, policy: ExpertPolicy) -> None:
+    before = with_replicas(launched(size, 2, 1), 2 if policy == "replicas" else EXPERTS // size)
+    load = dict.fromkeys(range(2), tuple(1000 if expert == hot else 10 for expert in range(EXPERTS)))
+    after = before.balanced(load, policy)
+    assert before.imbalance(load) > 1.5 and before.balanced(load, "homes") == before
+    assert before.expert_replicas(0) == (1,) * EXPERTS
+    if policy == "lazarus":
+        assert min(after.expert_replicas(0)) >= 2, "there is room for two replicas of each"
+        assert after.imbalance(load) < before.imbalance(load)
+        return
+    assert after.imbalance(load) < 1.1 and after.expert_replicas(0)[hot] == size
+    assert after.balanced(load, policy) == after, "and stays so"
+    hottest = after.state_groups()[0, after.launch_topology.expert_shard(hot)]
+    assert set(hottest) == set(range(2 * size)), "all ranks hold its state's space"
+
+
+def test_the_loss_of_a_replica_deals_no_expert_that_others_have() -> None:
+    before = with_replicas(launched(4, 1, 1))
+    load = dict.fromkeys(range(2), tuple(1000 if expert == 0 else 10 for expert in range(EXPERTS)))
+    hot = before.balanced(load, "replicas")
+    after = hot.crewed({1, 2, 3})
+    lost = set(crew_of(hot, 0).experts_of(0))
+    for rank in (1, 2, 3):
+        gained = set(crew_of(after, rank).experts_of(rank)) - set(crew_of(hot, rank).experts_of(rank))
+        assert 0 not in gained and gained <= lost
+    last = after.crewed({3})
+    assert crew_of(last, 3).experts_of(3) == tuple(range(EXPERTS)), "the last rank has every expert once"
+    back = last.crewed(range(4))
+    assert back == before, "replicas come back with the next review of the load"
+
+
+def test_a_stage_without_experts_keeps_its_homes() -> None:
+    before = with_replicas(launched(2, 1, 2), EXPERTS // 2)
+    load = {2: tuple(1000 if expert == 0 else 10 for expert in range(EXPERTS))}
+    for policy in POLICIES:
+        after = before.balanced(load, policy)
+        assert after.expert_replicas(2)[0] == 2 and max(after.expert_replicas(0)) == 1

@@ -13,7 +13,7 @@ from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, better_assignment, unmeasured_profile
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Grid
+from megatron.elastic.plan.model import Grid, Profile
 from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
@@ -170,3 +170,25 @@ def test_a_stage_that_no_rank_holds_moves_however_little_is_left() -> None:
     shape = nominal(1, 4, 1)
     options = DecisionOptions(horizon_steps=1)
     assert better_assignment(Assignment.at_launch(shape), {0, 1, 3}, profile(shape), MEMORY, None, options) is not None
+
+
+def test_a_rank_needs_the_memory_of_the_replicas_that_it_may_have() -> None:
+    """Of their parameters and gradients: the state of an expert is where it is without replicas."""
+    shape = replace(nominal(1, 1, 4, tied=False), experts=4, expert_homes=4)
+    spec = ParamSpec("experts.0", 64 * 64, (64, 64), sharded=True, weight_decay_multiplier=1.0, group=0, expert=0)
+    table = layouts(shape)
+    for unit in range(1, LAYERS + 1):
+        for expert in range(4):
+            one = replace(spec, name=f"experts.{expert}", expert=expert)
+            shard = shape.expert_shard(expert)
+            table[unit, shard] = UnitLayout.build(unit, shard, (one,), 1 << 14)
+
+    def costs(more: int) -> Profile:
+        sizes = replace(shape, expert_replicas=more)
+        return unmeasured_profile(sizes, table, 32, 4 * 32 * 64, 4, lambda unit: 17 * 4 * 32 * 64, 32)
+
+    without, two = costs(0), costs(2)
+    for unit, (before, after) in enumerate(zip(without.units, two.units, strict=True)):
+        routed = 0 < unit <= LAYERS
+        assert after.param_bytes - before.param_bytes == (2 * 64 * 64 * (4 + 4) if routed else 0)
+        assert replace(after, param_bytes=before.param_bytes) == before, "nothing else differs"

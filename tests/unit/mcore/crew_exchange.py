@@ -42,6 +42,8 @@ class Case:
 CASES = (
     Case("two parts of each", ((0, 1), (0, 1), (2, 3), (2, 3)), 2, (4, 6, 5, 5)),
     Case("two parts, uneven homes", ((0, 1, 3), (0, 1, 3), (2,), (2,)), 2, (4, 6, 0, 0)),
+    Case("replicas", ((0, 1), (1, 2), (0, 1, 3), (1,)), 1, (5, 7, 0, 5)),
+    Case("replicas in two parts", ((0, 1, 3), (0, 1, 3), (1, 2, 3), (1, 2, 3)), 2, (4, 6, 0, 5)),
 )
 
 
@@ -84,7 +86,7 @@ def _routed(scores: torch.Tensor) -> torch.Tensor:
 def _dispatched(case: Case, rank: int, x: torch.Tensor, probs: torch.Tensor, local: dict[int, Any]) -> torch.Tensor:
     world = dist.group.WORLD
     assert world is not None
-    dispatcher = CrewDispatcher(Crew(RANKS, case.homes), rank, lambda ranks: world)
+    dispatcher = CrewDispatcher(Crew(RANKS, case.homes, case.parts), rank, lambda ranks: world)
     rows, chosen = dispatcher.dispatch_preprocess(x, _routed(probs.detach()), probs)
     rows, counts, chosen = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, chosen))
     parts = zip(case.homes[rank], rows.split(counts.tolist()), chosen.split(counts.tolist()), strict=True)
@@ -105,8 +107,14 @@ def _deviations(case: Case, rank: int, data: Any, found: Any, mine: slice) -> di
         each = [_expert(tokens, chosen[:, expert], leaves[expert]) for expert in range(EXPERTS)]
         outputs.append(torch.stack(each).sum(dim=0))
     torch.stack([(one * _weights_of(one)).sum() for one in outputs]).sum().backward()
-    pairs = [(local[e][0].grad, leaves[e][0].grad[mine]) for e in local]
-    pairs += [(local[e][1].grad, leaves[e][1].grad[:, mine]) for e in local]
+    pairs = []
+    for expert, both in enumerate(leaves):
+        for number, leaf in enumerate(both):
+            gradient, part = torch.zeros_like(leaf), (mine, slice(None)) if number == 0 else (slice(None), mine)
+            if expert in local and local[expert][number].grad is not None:
+                gradient[part] = local[expert][number].grad
+            dist.all_reduce(gradient)  # parts side by side, and the sum over replicas
+            pairs.append((gradient, leaf.grad))
     return {
         "output": _largest(output, outputs[rank]),
         "input": _largest(x.grad, inputs[rank].grad),

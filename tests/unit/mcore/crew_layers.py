@@ -51,6 +51,8 @@ CASES = {
     "a ghost": Dealt(((1,), (0, 2, 3)), (ROWS, 0)),
     "a ghost, bf16": Dealt(((1,), (0, 2, 3)), (ROWS, 0), dtype=torch.bfloat16),
     "alone": Dealt(((0, 1, 2, 3),), (ROWS,)),
+    "replicas": Dealt(((0, 1, 2), (1, 2, 3)), (ROWS, ROWS)),
+    "replicas and a ghost": Dealt(((0, 1, 2), (1, 2, 3)), (0, ROWS)),
 }
 
 
@@ -130,10 +132,21 @@ def compute(case: Dealt) -> dict[str, float]:
 
 
 def of_experts(layer: Any, whole: Any, case: Dealt, rank: int) -> dict[str, float]:
-    """Return how far the gradients of a rank's experts are from those of the layer with all of them."""
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    found = [(*expert_of(f".{name}", case.homes[rank]), parameter) for name, parameter in layer.named_parameters()]
-    return {name: apart(it.grad, gradients[name[1:]]) for name, expert, it in found if expert is not None}
+    """Return how far the gradients of a rank's experts are from those of the layer with all of them.
+
+    Those of replicas add up.
+    """
+    named = ((*expert_of(f".{name}", case.homes[rank]), parameter) for name, parameter in layer.named_parameters())
+    mine = {name[1:]: parameter.grad for name, expert, parameter in named if expert is not None}
+    found = dict[str, float]()
+    for name, parameter in whole.named_parameters():
+        if ".local_experts." in name:
+            gradient = mine.get(name)
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient
+            dist.all_reduce(gradient)
+            if name in mine:
+                found[f".{name}"] = apart(gradient, parameter.grad)
+    return found
 
 
 def compute_parts(case: Dealt) -> dict[str, float]:

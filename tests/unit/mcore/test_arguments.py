@@ -52,6 +52,7 @@ FROZEN = {
     "--elastic-respawn": True,
     "--elastic-migrate-after": None,
     "--elastic-expert-balance": "off",
+    "--elastic-expert-replicas": 1,
     "--elastic-mean-time-between-losses": 3600.0,
     "--elastic-migration": "background",
     "--elastic-spares": 0,

@@ -1,4 +1,7 @@
-"""Tokens reach every part of their experts, and what comes back adds up to the whole; with even and uneven homes."""
+"""Tokens reach every part of one home of each expert, and what comes back adds up to the whole.
+
+With even and uneven homes, and with replicas, whose gradients add up to that of the expert.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[di
     return found
 
 
-def test_parts_of_experts_compute_what_whole_ones_compute(
+def test_parts_and_replicas_of_experts_compute_what_whole_ones_compute(
     answers: list[tuple[str, list[dict[str, float]]]],
 ) -> None:
-    assert len(answers) == 2
+    assert len(answers) == 4
     for name, ranks in answers:
         for rank, deviations in enumerate(ranks):
             assert max(deviations.values()) < 1e-10, (name, rank, deviations)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from megatron.elastic.config import ElasticConfig
+from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.combinations import precision_faults, prediction_faults
@@ -390,6 +390,27 @@ def test_experts_move_between_ranks_that_share_them() -> None:
     inside = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     with pytest.raises(BadInput, match=r"between groups of 4 ranks .* each of these groups has all experts"):
         check(plain(**shared, **inside), homes, "cpu", [])
+
+
+@pytest.mark.parametrize("policy", ["replicas", "lazarus"])
+def test_replicas_are_of_experts_that_ranks_share(policy: Literal["replicas", "lazarus"]) -> None:
+    shared = {**EXPERTS, "expert_model_parallel_size": 4}
+    check(plain(**shared), ElasticConfig(expert_balance=policy, expert_replicas=6), "cpu", [])
+    with pytest.raises(BadInput, match=f"{policy} moves experts that ranks share: add --expert-model-parallel-size"):
+        check(plain(**EXPERTS), ElasticConfig(expert_balance=policy), "cpu", [])
+    with pytest.raises(BadInput, match=r"--elastic-expert-replicas 7: .* use 6 or fewer"):
+        check(plain(**shared), ElasticConfig(expert_balance=policy, expert_replicas=7), "cpu", [])
+    with pytest.raises(BadInput, match="--elastic-exact adds up gradients by micro-batch") as caught:
+        check(plain(**shared), ElasticConfig(expert_balance=policy, exact=True), "cpu", [])
+    assert len(caught.value.texts) == 1
+    with pytest.raises(ConfigError, match="--elastic-expert-replicas must be 1 or more"):
+        ElasticConfig(expert_balance=policy, expert_replicas=0)
+
+
+@pytest.mark.parametrize("policy", ["off", "homes"])
+def test_a_number_of_replicas_takes_a_policy_that_makes_some(policy: Literal["off", "homes"]) -> None:
+    with pytest.raises(ConfigError, match=f"--elastic-expert-balance {policy}, which makes no replicas: use"):
+        ElasticConfig(expert_balance=policy, expert_replicas=2)
 
 
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "blockwise", "transformer_impl": "transformer_engine"}

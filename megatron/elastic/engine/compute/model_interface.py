@@ -11,9 +11,11 @@ piece, are dimension 1 everywhere, as in Megatron.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +49,8 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 class Crew:
     """The ranks that exchange tokens, and the *homes* of experts among them.
 
-    The home of an expert is one rank of a crew, or adjacent ranks of a cell with a part of it each.
+    The home of an expert is one rank of a crew, or adjacent ranks of a cell with a part of it each. An expert may have
+    several homes, *replicas*: each of its tokens goes to one of them.
     """
 
     ranks: tuple[int, ...]
@@ -57,8 +60,18 @@ class Crew:
     cut: int = 1
     """Number of adjacent ranks with a part each of the same experts."""
 
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The experts of each home, in the order of ranks."""
+        return self.experts[:: self.cut]
+
+    @cached_property
+    def replicas(self) -> Mapping[int, int]:
+        """Expert → number of its homes."""
+        return Counter(expert for home in self.homes for expert in home)
+
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the experts whose home is ``rank``."""
+        """Return the experts of which ``rank`` is a home, or has a part."""
         return self.experts[self.ranks.index(rank)]
 
     def part_of(self, rank: int) -> Position:

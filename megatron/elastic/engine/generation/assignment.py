@@ -15,27 +15,35 @@ says which part of each unit it computes, and so which shards of state it covers
 Where ranks share the experts of their layers, each expert has a *home* in each crew: the cells at one place of
 adjacent replicas (:mod:`~megatron.elastic.plan.crews`). While a cell of a crew is missing, its experts are dealt to the
 others (:meth:`Assignment.crewed`), so homes are uneven, and every crew still has all experts. Homes may also follow the
-measured load (:meth:`Assignment.evened`); a cell then has as many experts as before, but other ones.
+measured load (:meth:`Assignment.balanced`): a cell then has as many experts as before, but other ones, or an expert has
+*replicas*, a home in each of several cells.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from megatron.elastic.engine.compute.buffers import HeldPart
 from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, Crew, only_at_launch
 from megatron.elastic.engine.generation.expert_deal import ExpertDeal
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.shape import GridShape
-from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened, gains
+from megatron.elastic.plan.expert_homes import Homes, Load, busiest, evened
+from megatron.elastic.plan.expert_replicas import dealt, replicated, slots, worth
+from megatron.elastic.plan.lazarus import homes_of
 from megatron.elastic.plan.model import Cell, Replica, Topology
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import UnitShard
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "ExpertPolicy"]
+
+ExpertPolicy = Literal["homes", "replicas", "lazarus"]
+"""How homes of experts follow the load (``--elastic-expert-balance``)."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,8 @@ class Assignment:
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.
 
-        A crew without a missing cell has the homes that :meth:`undamaged` gives it. It follows from these, the cells
-        and ``living`` alone.
+        Those with another replica have it there: only the other ones are dealt. A crew without a missing cell has the
+        homes that :meth:`undamaged` gives it. It follows from these, the cells and ``living`` alone.
         """
         before = self.undamaged()
         whole, homes = frozenset(before.whole(living)), dict(before.rehomed)
@@ -156,10 +164,12 @@ class Assignment:
             present = [cell for cell in crew if cell in whole]
             if not present or len(present) == len(crew):
                 continue
-            mine = {cell: list(before._experts[cell]) for cell in present}
-            for expert in sorted(expert for cell in crew if cell not in whole for expert in before._experts[cell]):
-                mine[min(present, key=lambda cell: (len(mine[cell]), cell))].append(expert)
-            homes |= {cell: tuple(sorted(mine.get(cell, ()))) for cell in crew}
+            mine = {cell: before._experts[cell] for cell in present}
+            kept = {expert for experts in mine.values() for expert in experts}
+            lost = {expert for cell in crew for expert in before._experts[cell]} - kept
+            more = self.deal.room(len(crew)).most - self.deal.room(len(crew)).least
+            mine = dict(dealt(mine, lost, self.deal.experts + more * len(present)))
+            homes |= {cell: mine.get(cell, ()) for cell in crew}
         return replace(before, rehomed=tuple(sorted(homes.items())))
 
     def undamaged(self) -> Assignment:
@@ -167,11 +177,12 @@ class Assignment:
         dealt = {cell for crew in self._crews if not all(self._experts[one] for one in crew) for cell in crew}
         return replace(self, rehomed=tuple((cell, mine) for cell, mine in self.rehomed if cell not in dealt))
 
-    def evened(self, load: Mapping[int, Sequence[int]]) -> Assignment:
+    def balanced(self, load: Mapping[int, Sequence[int]], policy: ExpertPolicy) -> Assignment:
         """Return the assignment in which the cells of each crew have about the same ``load``, or the present one.
 
-        ``load``: unit → tokens of a step by expert. A crew's homes change only if its busiest rank has less to do then.
-        The experts of missing cells stay dealt.
+        ``load``: unit → tokens of a step by expert. A crew's homes change only if its busiest rank has less to do then,
+        or about as much with fewer replicas. Lazarus's replicas are to survive losses, so a crew without any takes them
+        in any case. The experts of missing cells stay dealt.
         """
         found, searched = self, dict[object, Homes]()
         for crew in self._crews:
@@ -179,11 +190,33 @@ class Assignment:
             present = {at: self._experts[cell] for at, cell in enumerate(crew) if self._experts[cell]}
             key = self.units_in(crew[0]), tuple(present.items())
             if key not in searched:
-                searched[key] = evened(loads, present)
-            moved = found._rehomed({cell: searched[key].get(at, ()) for at, cell in enumerate(crew)})
-            if gains(moved._busiest(crew, loads), self._busiest(crew, loads)):
+                searched[key] = self._homes_by(policy, loads, present)
+            after = searched[key]
+            moved = found._rehomed({cell: after.get(at, ()) for at, cell in enumerate(crew)})
+            then, now = moved._busiest(crew, loads), self._busiest(crew, loads)
+            first = policy == "lazarus" and slots(present) == self.deal.experts
+            if first or worth(then, now, slots(after) < slots(present)):
                 found = moved
         return found
+
+    def _homes_by(self, policy: ExpertPolicy, loads: Load, present: Homes) -> Homes:
+        """Return the homes that ``policy`` chooses for one crew, by its places; ``present`` for one without experts."""
+        if not loads:
+            return present
+        if policy == "homes":
+            return evened(loads, present)
+        room = self.deal.room(len(present))
+        return replicated(loads, present, room) if policy == "replicas" else homes_of(loads, present, room)
+
+    def expert_replicas(self, unit: int) -> tuple[int, ...]:
+        """Return the number of homes of each expert of ``unit`` in the crew that has most of them; empty: no crew."""
+        found = list[int]()
+        for crew in self._crews:
+            if unit in self.units_in(crew[0]):
+                count = Counter(expert for cell in crew for expert in self._experts[cell])
+                mine = [count[expert] for expert in range(self.deal.experts)]
+                found = max(found, mine, key=sum)
+        return tuple(found)
 
     def _rehomed(self, homes: Mapping[int, tuple[int, ...]]) -> Assignment:
         """Return the assignment in which the cells of one crew have these experts."""
@@ -204,11 +237,10 @@ class Assignment:
         """Return :meth:`imbalance` of one crew, or of the crews that are parts of one cell."""
         deal, cell = self.deal, next(one for one in cells if self._experts[one])
         firsts = range(0, deal.cell, min(deal.ranks, deal.cell))
-        found = 1.0
+        found, total = 1.0, sum(map(sum, loads))
         for crew in (self._crew(cell, first) for first in firsts):
             assert crew is not None
-            total = sum(layer[expert] for layer in loads for mine in crew.experts for expert in mine)
-            homes = dict(zip(crew.ranks, crew.experts, strict=True))
+            homes = dict(enumerate(crew.homes))
             found = max(found, busiest(loads, homes) * len(homes) / total if total else 1.0)
         return found
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from megatron.elastic.plan.expert_replicas import Room
+
 __all__ = ["ExpertDeal"]
 
 
@@ -27,6 +29,8 @@ class ExpertDeal:
     """Number of adjacent ranks of a cell with parts of the same experts: Megatron's expert-tensor-parallel size."""
     cell: int
     """Number of ranks of a cell."""
+    replicas: int = 0
+    """How many more experts a rank may have than its share: replicas of those that other ranks have."""
 
     def over(self, homes: int, cell: int) -> ExpertDeal:
         """Return the deal of the same experts into ``homes`` sets over cells of ``cell`` ranks; this one: the launch's.
@@ -45,6 +49,17 @@ class ExpertDeal:
         """Number of adjacent replicas that share the experts; 1 where each cell has all of them, also several times."""
         return max(1, self.ranks // self.cell)
 
+    @property
+    def _sets(self) -> int:
+        """Number of sets of experts in a cell."""
+        return min(self.ranks, self.cell) // self.parts
+
+    def room(self, present: int) -> Room:
+        """Return the experts that a cell may have while ``present`` cells of its crew are there."""
+        return Room(
+            self.experts // present, min(self.experts, -(-self.experts // present) + self.replicas * self._sets)
+        )
+
     def at(self, index: int) -> tuple[int, ...]:
         """Return the experts that the ``index``-th replica of a crew has."""
         each = self.experts // self.crew_size
@@ -56,7 +71,7 @@ class ExpertDeal:
         Adjacent ranks that share a set have parts of the same ones: those that :meth:`at` gives them, and of the others
         as many as the rest of the cell.
         """
-        own, homes = self.at(index), min(self.ranks, self.cell) // self.parts
+        own, homes = self.at(index), self._sets
         each = len(own) // homes
         found = [[expert for expert in own[at * each : (at + 1) * each] if expert in experts] for at in range(homes)]
         for expert in sorted(set(experts) - set(own)):

@@ -227,6 +227,12 @@ class ViewFactory:
         room = {cell.id: self.sizes.room(base.cut(len(cell.ranks))) for cell in topology.cells}
         return {cell: need.get(cell, 0) * PPM // ppm for cell, ppm in room.items()}
 
+    def lacking_for_replicas(self, assignment: Assignment, living: Collection[int]) -> int:
+        """Return the bytes that a rank with all replicas that it may have lacks; 0 if none may have any."""
+        if not self.launch_topology.expert_replicas:
+            return 0
+        return max(0, max(self._bytes_of_a_rank(assignment, living).values()) - self.hardware.memory_bytes)
+
     def reshaped(self, living: Collection[int], sizes: ParallelSizes) -> Assignment:
         """Return the assignment of other sizes over the living ranks.
 

@@ -50,6 +50,8 @@ class LaunchTopology:
     """Number of adjacent ranks of a cell with parts of the same experts: Megatron's expert-tensor-parallel size."""
     context: int = 1
     """Number of parts of the sequence in a cell: Megatron's context-parallel size."""
+    expert_replicas: int = 0
+    """How many more experts a rank may have than its share (``--elastic-expert-replicas``); 0: no replicas."""
     replicas_last: bool = False
     """Ranks of a replica are adjacent (Megatron's order tensor, pipeline, data), else ranks of a stage."""
 
@@ -71,7 +73,7 @@ class LaunchTopology:
     @property
     def deal(self) -> ExpertDeal:
         """The experts of each rank."""
-        return ExpertDeal(self.experts, self.expert_homes, self.expert_parts, self.cell_size)
+        return ExpertDeal(self.experts, self.expert_homes, self.expert_parts, self.cell_size, self.expert_replicas)
 
     @property
     def compute_units(self) -> int:

@@ -135,13 +135,19 @@ def unmeasured_profile(
                 forward_ns=forward,
                 backward_ns=2 * forward,
                 weight_grad_ns=forward,
-                param_bytes=size * (itemsize + _GRADIENT_BYTES),
+                param_bytes=(size + _of_replicas(launch_topology, layouts, unit)) * (itemsize + _GRADIENT_BYTES),
                 state_bytes=size * state_bytes,
                 activation_bytes=activation_bytes(unit),
                 boundary_bytes=boundary_bytes,
             )
         )
     return Profile(tuple(units))
+
+
+def _of_replicas(launch_topology: LaunchTopology, layouts: Mapping[UnitShard, UnitLayout], unit: int) -> int:
+    """Return the elements of the replicas of experts for which a rank has room; their state is elsewhere."""
+    of_expert = layouts.get((unit, launch_topology.expert_shard(0))) if launch_topology.experts else None
+    return 0 if of_expert is None else of_expert.numel * launch_topology.expert_replicas
 
 
 def _multiplied(

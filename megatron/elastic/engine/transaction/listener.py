@@ -102,8 +102,11 @@ class Listener:
     def reshapes(self, units: int) -> None:
         """So many units begin to move to other ranks, because a user asked for other parallel sizes."""
 
-    def rehomes(self, record: StepRecord, view: View, before: float, after: float) -> None:
-        """Experts begin to move to other ranks. ``before``, ``after``: :meth:`Assignment.imbalance` of the load."""
+    def rehomes(self, record: StepRecord, view: View, before: float, after: float, replicas: int) -> None:
+        """Experts begin to move to other ranks. ``before``, ``after``: :meth:`Assignment.imbalance` of the load.
+
+        ``replicas``: most homes of an expert then.
+        """
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         """A migration of copies, and perhaps of units, has ended."""

@@ -27,11 +27,11 @@ def sample_grid(args: Any, largest: int) -> Grid:
     return Grid(largest, args.micro_batch_size, args.data_parallel_size)
 
 
-def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: int) -> LaunchTopology:
+def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: int, replicas: int = 0) -> LaunchTopology:
     """Return sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
-    ``slots``: number of possible ranks, including those of the launch. ``largest``: most samples of a step. Raises
-    :class:`ConfigError` for an empty chunk.
+    ``slots``: number of possible ranks, including those of the launch. ``largest``: most samples of a step.
+    ``replicas``: how many more experts a rank may have than its share. Raises :class:`ConfigError` for an empty chunk.
     """
     stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     last = stages * (depth or 1) - 1
@@ -58,6 +58,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         experts=args.num_experts if shared else 0,
         expert_homes=args.expert_model_parallel_size,
         expert_parts=args.expert_tensor_parallel_size if shared else 1,
+        expert_replicas=replicas if shared else 0,
         replicas_last=bool(args.use_tp_pp_dp_mapping),
         extra=(slots - args.world_size) // cell * cell,
         context=args.context_parallel_size,

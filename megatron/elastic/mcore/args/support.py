@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
-from megatron.elastic.mcore.args import combinations, flag_table, substitutions
+from megatron.elastic.mcore.args import combinations, flag_table, shared_experts, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
@@ -232,9 +232,9 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)
-        yield from _expert_balance_faults(args, config)
+        yield from shared_experts.balance_faults(args, config)
         if (args.expert_model_parallel_size or 1) > 1:
-            yield from _shared_expert_faults(args, config, platform)
+            yield from shared_experts.faults(args, config, platform)
     if args.num_experts:
         yield from _expert_faults(args, platform)
 
@@ -265,49 +265,6 @@ def _expert_part_faults(args: Namespace) -> Iterator[str]:
         yield f"{size} is not elastic: use a divisor of {tensor}, the tensor-parallel size"
     elif (args.expert_model_parallel_size or 1) == 1:
         yield f"{size} with --elastic needs an --expert-model-parallel-size above 1: leave it out"
-
-
-def _expert_balance_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
-    """Yield why experts cannot move according to their load."""
-    flag, cell = "--elastic-expert-balance", args.tensor_model_parallel_size * (args.context_parallel_size or 1)
-    if config.expert_balance == "off":
-        return
-    if (args.expert_model_parallel_size or 1) == 1:
-        yield f"{flag} {config.expert_balance} moves experts that ranks share: add --expert-model-parallel-size"
-    elif _ranks_with_all_experts(args) <= cell:
-        yield (
-            f"{flag} {config.expert_balance} moves experts between groups of {cell} ranks that share a micro-batch, "
-            "and each of these groups has all experts: leave it out, or choose a larger --expert-model-parallel-size"
-        )
-
-
-def _ranks_with_all_experts(args: Namespace) -> int:
-    parts = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    return int(args.expert_model_parallel_size * parts)
-
-
-def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
-    """Yield what does not hold where ranks share experts."""
-    size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-    if config.exact:
-        yield f"--elastic-exact adds up gradients by micro-batch, and with {size} an expert sees several: leave one out"
-    if config.policy != "elaswave":
-        yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
-    cell, sharing = args.tensor_model_parallel_size * (args.context_parallel_size or 1), _ranks_with_all_experts(args)
-    if sharing % cell and cell % sharing:
-        yield (
-            f"{size}: {sharing} ranks have all experts together. With --elastic that must be a multiple or a divisor "
-            f"of {cell}, the ranks that share a micro-batch: choose another size"
-        )
-    adjacent = getattr(args, "use_tp_pp_dp_mapping", False) and (args.pipeline_model_parallel_size or 1) > 1
-    if adjacent and sharing != cell:
-        yield f"--use-tp-pp-dp-mapping with {size} puts a pipeline's experts on ranks of another: leave one out"
-    if platform != "cpu" and args.transformer_impl != "local":  # a CPU has no others
-        yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
-    if platform != "cpu" and getattr(args, "moe_grouped_gemm", False):
-        yield f"--moe-grouped-gemm keeps the experts of a rank in one weight, which {size} deals out: leave it out"
-    if getattr(args, "moe_token_dispatcher_type", "") == "flex":
-        yield f"--moe-token-dispatcher-type flex with {size}: --elastic has a dispatcher of its own, use alltoall"
 
 
 def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -192,7 +192,9 @@ class Setup:
         config = unwrapped(model[0]).config
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
-        topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
+        topology = nominal_topology(
+            args, config, tied, links.fabric.slots, sizes.largest, self._config.replicas_of_a_rank
+        )
         self._others = AbsentParts(topology, build_model, groups)
         settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
         self._job = EngineParts(

@@ -4,9 +4,12 @@ Megatron's dispatchers need the same number of experts on each rank. This one ha
 calls, and takes homes from a :class:`Crew`. A rank without tokens takes part in each exchange. Micro-batches are routed
 before, each by itself, so the result does not depend on homes.
 
-A token goes to every rank that has a part of its expert, and the sum of what comes back is the expert's output. So
-tensor parallelism inside experts needs no exchange of its own: the ranks of a cell send tokens of their parts of the
-sequence, and each part of an expert receives those of all.
+An expert may have several homes: *replicas*. Each receives every n-th of a rank's tokens for it, counted in the order
+of tokens, so all have about as many, and a layer that is recomputed sends each token where it was before.
+
+A token goes to every rank of a home that has a part of its expert, and the sum of what comes back is the expert's
+output. So tensor parallelism inside experts needs no exchange of its own: the ranks of a cell send tokens of their
+parts of the sequence, and each part of an expert receives those of all.
 
 Tokens and their probabilities are exchanged in one node of the autograd graph. So the backward exchanges of all ranks
 are in the same order, also where a rank's own graph would let autograd choose.
@@ -53,6 +56,10 @@ class CrewDispatcher:
         self._group_of = group_of
         self._order = torch.tensor([expert for mine in crew.experts for expert in mine])
         self._counts = [len(mine) for mine in crew.experts]
+        self._replicas = torch.tensor([crew.replicas[expert] for mine in crew.experts for expert in mine])
+        """Number of homes of the expert at each place."""
+        self._turns = torch.tensor(_turns(crew, crew.ranks.index(rank)))
+        self._replicated = max(crew.replicas.values(), default=1) > 1
         first = sum(self._counts[: crew.ranks.index(rank)])
         self._mine = slice(first, first + len(crew.experts_of(rank)))
         self._route: _Route | None = None
@@ -85,7 +92,7 @@ class CrewDispatcher:
             counts = routing_map.sum(dim=0)
             self._routed = counts if self._routed is None else self._routed + counts
         order = self._order.to(routing_map.device)
-        place, token = routing_map.index_select(1, order).t().nonzero(as_tuple=True)
+        place, token = self._chosen(routing_map, order).t().nonzero(as_tuple=True)
         counts = torch.bincount(place, minlength=order.numel())
         everyone = self._exchanged_counts(counts)
         mine = everyone[:, self._mine].cpu()
@@ -138,6 +145,15 @@ class CrewDispatcher:
         whole = hidden_states.new_zeros((route.shape[:-1].numel(), width)).index_add(0, route.token, hidden_states)
         return whole.view(route.shape)
 
+    def _chosen(self, routing_map: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Return [token, place of an expert] → whether the token goes there: to one of the homes of each expert."""
+        wanted = routing_map.index_select(1, order)
+        if not self._replicated:
+            return wanted
+        device = routing_map.device
+        number = routing_map.cumsum(dim=0).index_select(1, order)
+        return wanted & (number % self._replicas.to(device) == self._turns.to(device))
+
     def _known(self) -> _Route:
         assert self._route is not None, "a layer prepares its tokens before it sends them"
         return self._route
@@ -150,6 +166,19 @@ class CrewDispatcher:
             return everyone.copy_(counts.unsqueeze(0))
         dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
         return everyone
+
+
+def _turns(crew: Crew, sender: int) -> list[int]:
+    """Return, for each place of an expert, which of a sender's tokens go there: those of this number modulo replicas.
+
+    Senders begin with different replicas, so that none has one token more from each of them.
+    """
+    met, found = dict.fromkeys(crew.replicas, 0), list[int]()
+    for home in crew.homes:
+        turns = [(met[expert] + sender) % crew.replicas[expert] for expert in home]
+        met.update((expert, met[expert] + 1) for expert in home)
+        found += turns * crew.cut
+    return found
 
 
 class _Exchange(torch.autograd.Function):

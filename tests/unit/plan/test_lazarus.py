@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench.lazarus import allocation, replicas
+from megatron.elastic.plan.expert_replicas import Room
+from megatron.elastic.plan.lazarus import allocation, homes_of, replicas
 
 Case = tuple[list[int], int, int, int]
 
@@ -70,6 +71,30 @@ def test_overlap_survives_more_losses_than_experts_spread_in_turn() -> None:
     in_turn = ((0, 1), (1, 2), (2, 3), (3, 0))
     fatal = [sum(not survives(each, lost) for lost in combinations(range(4), 2)) for each in (homes, in_turn)]
     assert fatal == [2, 4]
+
+
+@given(cases())
+def test_the_replicas_of_an_expert_follow_the_formula(case: Case) -> None:
+    """``r_e = max(floor(t_e / sum of t from e on * slots left), f)``, from the coldest expert to the hottest."""
+    load, ranks, slots, least = case
+    found = replicas(load, ranks, slots, least)
+    order = sorted(range(len(load)), key=lambda expert: (load[expert], expert))
+    for at, expert in enumerate(order):
+        hotter, left = sum(load[one] for one in order[at:]), ranks * slots - sum(found[one] for one in order[:at])
+        if hotter:
+            assert found[expert] == min(ranks, max(load[expert] * left // hotter, least))
+
+
+@given(cases(), st.data())
+def test_places_have_every_expert_and_keep_what_they_can(case: Case, draw: st.DataObject) -> None:
+    load, ranks, slots, _ = case
+    seats = draw.draw(st.lists(st.integers(0, ranks - 1), min_size=len(load), max_size=len(load)))
+    present = {10 + rank: tuple(e for e in range(len(load)) if seats[e] == rank) for rank in range(ranks)}
+    room = Room(min(len(load) // ranks, slots), slots)
+    found = homes_of([load], present, room)
+    assert found.keys() == present.keys() and {e for mine in found.values() for e in mine} == set(range(len(load)))
+    assert all(room.least <= len(set(mine)) == len(mine) <= room.most for mine in found.values())
+    assert homes_of([load], found, room) == found, "experts that are where they should be stay there"
 
 
 def test_too_few_slots_are_an_error() -> None:

@@ -9,15 +9,20 @@ ranks of their own. Then few different sets of ranks must not be lost together, 
 every expert survives. The slots that are left take the replicas that hot experts still lack. Where the experts do not
 fill whole ranks and the rest of them would have too few ranks, replicas go to ranks in turn.
 
-For comparison (``tools/bench/expert_homes.py``). The engine's state survives losses by mirrors, wherever experts are:
-its homes may follow the load alone.
+The engine's state survives losses by mirrors, wherever experts are. So :func:`homes_of` asks for two replicas of each
+expert where there is room for them, and a lost rank's experts are computed where they are already
+(:meth:`Assignment.crewed`); without the room it asks for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["allocation", "replicas"]
+from megatron.elastic.plan.expert_homes import Homes, Load
+from megatron.elastic.plan.expert_replicas import Room
+from megatron.elastic.plan.search.matching import best_matching
+
+__all__ = ["allocation", "homes_of", "replicas"]
 
 
 def replicas(load: Sequence[int], ranks: int, slots: int, least: int = 1) -> tuple[int, ...]:
@@ -57,6 +62,26 @@ def allocation(load: Sequence[int], ranks: int, slots: int, least: int = 1) -> t
         for mine in free[: wanted[expert] - placed.get(expert, 0)]:
             mine.append(expert)
     return tuple(tuple(sorted(mine)) for mine in homes)
+
+
+def homes_of(load: Load, present: Homes, room: Room) -> Homes:
+    """Return the homes that the paper gives the places of ``present``, for the sum of the load over layers.
+
+    Of the places each takes the set with most experts that it has already, as far as all of them together can. A place
+    with fewer experts than ``room`` says takes further replicas of the hottest ones.
+    """
+    tokens = [sum(of) for of in zip(*load, strict=True)]
+    order, places = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert)), sorted(present)
+    least = min(2, len(places) * room.most // len(tokens), len(places))
+    found = allocation(tokens, len(places), room.most, least)
+    full = [_filled(mine, order, room.least) for mine in found]
+    taken = best_matching([[len(set(present[place]).intersection(mine)) for mine in full] for place in places])
+    return {place: full[at] for place, at in zip(places, taken, strict=True)}
+
+
+def _filled(mine: Sequence[int], order: Sequence[int], least: int) -> tuple[int, ...]:
+    others = [expert for expert in order if expert not in mine]
+    return tuple(sorted((*mine, *others[: max(0, least - len(mine))])))
 
 
 def _in_turn(order: Sequence[int], wanted: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
