@@ -157,6 +157,23 @@ def test_losses_are_megatrons(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_returns_while_a_mate_in_another_cell_is_lost(tmp_path: Path) -> None:
+    """Experts are then dealt as at the launch while rank 3 lacks its mate. All go on together when that is back.
+
+    Steps 2 and 3 last until the rank lost before them is ready.
+    """
+    flags = (*DROPOUT, *TWO, *EXPERTS, *SHARED, "--sequence-parallel")
+    whole = elastic_job(tmp_path / "whole", 4, 2, 1, STEPS, *flags)
+    lost = "kill:rank=1,step=1,point=mid_backward;kill:rank=2,step=2,point=after_vote"
+    ready = "delay:rank=0,step=2,point=mid_backward,seconds=10;delay:rank=0,step=3,point=mid_backward,seconds=10"
+    faults = ("--elastic-allow-inject", "--elastic-inject", f"{lost};{ready}")
+    killed = elastic_job(tmp_path / "killed", 4, 2, 1, STEPS, *flags, *faults)
+    both = [record.fields for record in killed.of("generation") if record.fields["lost"] == [2]]
+    assert both and both[0]["joined"] == [1] and both[0]["parked"] == [3], "as it is meant"
+    assert deviation_without_loss(whole, killed) <= ROUNDING
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2dp2", "tp2pp2dp2"])
 def test_at_every_point_of_a_step_every_rank_may_be_lost(tmp_path: Path, layout: str) -> None:
     sizes = LAYOUTS[layout]

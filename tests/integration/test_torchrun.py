@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -18,12 +19,14 @@ RANKS = 3
 STEPS = 5
 
 
-def output(program: str, *arguments: str, packages: Path | None = None, flags: tuple[str, ...] = ()) -> str:
-    """Run ``program`` on :data:`RANKS` ranks under torchrun, and return what they print.
+def output(
+    program: str, *arguments: str, packages: Path | None = None, flags: tuple[str, ...] = (), ranks: int = RANKS
+) -> str:
+    """Run ``program`` on so many ranks under torchrun, and return what they print.
 
     ``packages``: a folder of further packages. ``flags``: of torchrun.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *flags]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *flags]
     done = subprocess.run(
         [*command, program, *arguments],
         cwd=ROOT,
@@ -56,10 +59,15 @@ def trains_the_model_of_one_process(program: str, packages: Path | None = None) 
 
 
 def is_the_model_of_one_process(printed: str) -> None:
-    found = re.findall(rf"rank (\d) of {RANKS} on (\w+): (\S+)", printed)
-    assert {(int(rank), backend) for rank, backend, _ in found} == {(rank, "elastic") for rank in range(RANKS)}
-    (total,) = {float(value) for _, _, value in found}
-    assert total == pytest.approx(trained_alone(), rel=1e-5)
+    assert figure_of(printed) == pytest.approx(trained_alone(), rel=1e-5)
+
+
+def figure_of(printed: str, ranks: int = RANKS) -> float:
+    """The figure that each of the ranks has printed, the same one."""
+    found = re.findall(rf"rank (\d) of {ranks} on (\w+): (\S+)", printed)
+    assert {(int(rank), backend) for rank, backend, _ in found} == {(rank, "elastic") for rank in range(ranks)}
+    (figure,) = {float(value) for _, _, value in found}
+    return figure
 
 
 @pytest.mark.parametrize("program", ["ddp", "fsdp2"])
@@ -110,6 +118,15 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("program", ["accelerate_ddp", "lightning_ddp"])
 def test_a_trainer_of_others_trains_the_model_of_one_process(program: str, trainers: Path) -> None:
     trains_the_model_of_one_process(program, trainers)
+
+
+@pytest.mark.slow
+def test_torchtitans_sharding_trains_the_model_of_one_process(tmp_path: Path) -> None:
+    """Its FSDP2 divides gradients by ``PREMUL_SUM``."""
+    packages, program = installed("torchtitan", tmp_path), "examples/torchtitan_fsdp.py"
+    alone = figure_of(output(program, packages=packages, ranks=1), ranks=1)
+    assert figure_of(output(program, packages=packages)) == pytest.approx(alone, rel=1e-5)
+    assert alone < 0.6 * math.log(2048), "it has learned its one batch"
 
 
 ENDING = """

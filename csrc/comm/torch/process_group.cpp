@@ -2,34 +2,13 @@
 
 #include <algorithm>
 
+#include "reduction.hpp"
+
 namespace elastic::comm {
 namespace {
 
 using WorkPtr = ElasticProcessGroup::WorkPtr;
 using Tensors = ElasticProcessGroup::Tensors;
-
-ReduceOp reduction_of(const c10d::ReduceOp& op) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::Sum;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::Avg;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::Product;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::Min;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::Max;
-    case c10d::ReduceOp::BAND:
-      return ReduceOp::Band;
-    case c10d::ReduceOp::BOR:
-      return ReduceOp::Bor;
-    case c10d::ReduceOp::BXOR:
-      return ReduceOp::Bxor;
-    default:
-      throw CommError("this reduction (PREMUL_SUM) is not supported");
-  }
-}
 
 const at::Tensor& single(const Tensors& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
@@ -211,34 +190,40 @@ WorkPtr ElasticProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOp
 WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
   expect(!tensors.empty(), "no tensors");
   const View v = view();
+  const Reduction reduction = reduction_of(o.reduceOp);
   std::vector<Written> written;
   // Tensors of one type travel as one: pieces of a single all-reduce.
   std::vector<std::pair<DType, Part>> batches;
   for (const auto& t : tensors) {
     TORCH_CHECK_VALUE(t.layout() == at::kStrided, "elastic: a sparse tensor is all-reduced by itself");
+    reduction.check(t);
     written.push_back(writable(t, true));
     const DType type = dtype_of(t);
     auto it = std::find_if(batches.begin(), batches.end(), [&](auto& b) { return b.first == type; });
     if (it == batches.end()) it = batches.insert(batches.end(), {type, Part{}});
     it->second.push_back(span_of(written.back().flat));
   }
-  const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors, tensors, [c = call(v, o.timeout), written, batches, op] {
-    for (const auto& [type, part] : batches) all_reduce(c, part, type, op);
-    for (const auto& w : written) w.store();
-  });
+  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors, tensors,
+                [c = call(v, o.timeout), written, batches, reduction] {
+                  for (const auto& w : written) reduction.multiply(w.flat, w.flat);
+                  for (const auto& [type, part] : batches) all_reduce(c, part, type, reduction.op);
+                  for (const auto& w : written) w.store();
+                });
 }
 
 WorkPtr ElasticProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const View v = view();
   const int root = v.root(o.rootRank);
   const Written w = writable(single(tensors), true);
-  const ReduceOp op = reduction_of(o.reduceOp);
+  const Reduction reduction = reduction_of(o.reduceOp);
+  reduction.check(w.target);
   const DType type = dtype_of(w.target);
+  const Written sum{w.target, reduction.room(w.flat)};  // products: elsewhere than at the root, the tensor stays
   return launch(c10d::OpType::REDUCE, o.asyncOp, tensors, tensors,
-                [c = call(v, o.timeout), w, type, op, root, me = v.me] {
-                  reduce_to(c, {span_of(w.flat)}, type, op, root);
-                  if (me == root) w.store();
+                [c = call(v, o.timeout), w, sum, type, reduction, root, me = v.me] {
+                  reduction.multiply(w.flat, sum.flat);
+                  reduce_to(c, {span_of(sum.flat)}, type, reduction.op, root);
+                  if (me == root) sum.store();
                 });
 }
 
@@ -247,17 +232,20 @@ WorkPtr ElasticProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensor
   const View v = view();
   const Written out = writable(single(outputs), false);
   expect(inputs.size() == 1 && inputs[0].size() == v.entries(), "one input tensor a rank is needed");
-  Tensors kept;
+  const Reduction reduction = reduction_of(o.reduceOp);
+  reduction.check(out.target);
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept;  // an input, and what is sent of it
   std::vector<Part> parts;
   for (size_t j = 0; j < v.living.size(); ++j) {
-    kept.push_back(readable(inputs[0][v.entry(j)]));
-    parts.push_back({span_of(kept.back())});
+    const at::Tensor in = readable(inputs[0][v.entry(j)]);
+    kept.emplace_back(in, reduction.room(in));
+    parts.push_back({span_of(kept.back().second)});
   }
   expect(v.me >= 0 && parts[size_t(v.me)][0].size == bytes_of(out.flat), "output and own input differ in size");
-  const ReduceOp op = reduction_of(o.reduceOp);
   return launch(c10d::OpType::REDUCE_SCATTER, o.asyncOp, outputs, inputs[0],
-                [c = call(v, o.timeout), out, kept, parts, op, type = dtype_of(out.target)] {
-                  elastic::comm::reduce_scatter(c, parts, {span_of(out.flat)}, type, op);
+                [c = call(v, o.timeout), out, kept, parts, reduction, type = dtype_of(out.target)] {
+                  for (const auto& [in, sent] : kept) reduction.multiply(in, sent);
+                  elastic::comm::reduce_scatter(c, parts, {span_of(out.flat)}, type, reduction.op);
                   out.store();
                 });
 }
@@ -281,26 +269,31 @@ WorkPtr ElasticProcessGroup::reduce_scatter_single_coalesced(Tensors& outputs, T
   struct One {
     Written out;
     at::Tensor in;
+    at::Tensor sent;
     std::vector<Part> parts;
   };
+  const Reduction reduction = reduction_of(o.reduceOp);
   std::vector<One> all;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    One one{writable(outputs[i], false), readable(inputs[i]), {}};
+    const at::Tensor in = readable(inputs[i]);
+    One one{writable(outputs[i], false), in, reduction.room(in), {}};
+    reduction.check(in);
     const size_t each = bytes_of(one.out.flat);
     expect(one.in.scalar_type() == one.out.target.scalar_type(), "input and output differ in type");
     expect(bytes_of(one.in) == each * v.entries(), "the input must be the output's size times the group's");
     for (size_t j = 0; j < v.living.size(); ++j) {
-      one.parts.push_back({Span{static_cast<char*>(one.in.data_ptr()) + v.entry(j) * each, each}});
+      one.parts.push_back({Span{static_cast<char*>(one.sent.data_ptr()) + v.entry(j) * each, each}});
     }
     all.push_back(std::move(one));
   }
-  const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::_REDUCE_SCATTER_BASE, o.asyncOp, outputs, inputs, [c = call(v, o.timeout), all, op] {
-    for (const One& one : all) {
-      elastic::comm::reduce_scatter(c, one.parts, {span_of(one.out.flat)}, dtype_of(one.in), op);
-      one.out.store();
-    }
-  });
+  return launch(
+      c10d::OpType::_REDUCE_SCATTER_BASE, o.asyncOp, outputs, inputs, [c = call(v, o.timeout), all, reduction] {
+        for (const One& one : all) {
+          reduction.multiply(one.in, one.sent);
+          elastic::comm::reduce_scatter(c, one.parts, {span_of(one.out.flat)}, dtype_of(one.in), reduction.op);
+          one.out.store();
+        }
+      });
 }
 
 WorkPtr ElasticProcessGroup::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,

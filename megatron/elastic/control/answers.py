@@ -117,7 +117,10 @@ class ProgressStatus(_StatusPart, frozen=True):
     samples: Int64
     step_s: float
     """Duration of the newest step."""
+    mean_step_s: float | None
+    """Mean duration of the last minute of steps, without saves, evaluations and waits between them."""
     steps_per_s: float | None
+    """Rate over the same minute, with them."""
     left_s: float | None
     """Estimate of the seconds until the target."""
     loss: float | None

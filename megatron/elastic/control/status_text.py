@@ -97,8 +97,8 @@ def _progress(progress: ProgressStatus) -> str:
     text = f"{progress.step}"
     if progress.target is not None:
         text += f" of {progress.target} ({progress.step / progress.target:.0%})"
-    if progress.steps_per_s:
-        text += f", {duration(1.0 / progress.steps_per_s)} a step"
+    if progress.mean_step_s is not None:
+        text += f", {duration(progress.mean_step_s)} a step"
     if progress.left_s:
         text += f", {duration(progress.left_s)} left"
     return text + ("" if progress.loss is None else f", loss {progress.loss:.6g}")

@@ -110,6 +110,32 @@ def every_reduction_in_every_form(here: Here, fabric: Fabric) -> None:
             same(part, wanted[2 * place : 2 * place + 2], ("reduce_scatter", op, dtype))
 
 
+def sums_of_products(here: Here, fabric: Fabric) -> None:
+    """``PREMUL_SUM`` in every form, by a number and by a tensor; but for an all-reduce, inputs stay as they are."""
+    members = (3, 0, 2)
+    if here.rank not in members:
+        return
+    group, place = fabric.group("products", members), members.index(here.rank)
+    for factor in (0.25, torch.tensor([-1.5])):
+        op: Any = dist.ReduceOp.PREMUL_SUM(cast(Any, factor))  # type: ignore[operator]
+        for dtype in FLOATS:
+            wanted = (torch.stack([values(rank, 6, dtype) for rank in members]) * factor).sum(0).to(dtype)
+            own = values(here.rank, 6, dtype)
+            dist.all_reduce(everywhere := own.clone(), op, group=group)
+            same(everywhere, wanted, ("all_reduce", factor, dtype))
+            posted(dist.all_reduce(strided := own.repeat(2, 1).T[:, 0], op, group=group, async_op=True)).wait()
+            same(strided, wanted, ("all_reduce of every other element", factor, dtype))
+            dist.reduce(there := own.clone(), dst=0, op=op, group=group)
+            same(there, wanted if here.rank == 0 else own, ("reduce", factor, dtype))
+            dist.reduce_scatter_tensor(part := torch.zeros(2, dtype=dtype), own, op, group=group)
+            same(part, wanted[2 * place : 2 * place + 2], ("reduce_scatter_tensor", factor, dtype))
+            dist.reduce_scatter(part := torch.zeros(2, dtype=dtype), list(own.split(2)), op, group=group)
+            same(part, wanted[2 * place : 2 * place + 2], ("reduce_scatter", factor, dtype))
+            same(own, values(here.rank, 6, dtype), "what was sent")
+        with pytest.raises(CommError, match="floating-point tensors only"):
+            dist.all_reduce(values(here.rank, 6, torch.int32), op, group=group)
+
+
 # -- migration ----------------------------------------------------------------
 
 
@@ -454,6 +480,7 @@ CHECKS: tuple[Check, ...] = (
     reductions_of_every_type,
     averages_and_bit_operations,
     every_reduction_in_every_form,
+    sums_of_products,
     reduce_and_reduce_scatter,
     movement_of_every_type,
     gather_and_scatter,

@@ -92,6 +92,7 @@ def test_a_recovery_is_a_bar_of_its_phases(page: list[Element]) -> None:
 def test_the_figures_are_those_of_the_status(page: list[Element]) -> None:
     figures = dict(zip(text(page, "dt").split("\n"), text(page, "dd").split("\n"), strict=True))
     assert figures["step"] == "120 of 500" and figures["losses"] == "1" and figures["MTTR"] == "0.184 s"
+    assert figures["a step"] == "2.000 s" and figures["last step"] == "0.400 s ago"
     assert figures["goodput"] == "99.31 %" and figures["members"] == "3 of 4"
     assert figures["tokens, busiest rank"] == "1.32 × mean"
 

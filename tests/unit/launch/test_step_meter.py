@@ -16,7 +16,7 @@ from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.status_text import progress_line
 from megatron.elastic.launch.agent.admin import Sources
-from megatron.elastic.launch.agent.step_meter import StepMeter
+from megatron.elastic.launch.agent.step_meter import StepMeter, StepSample
 from megatron.elastic.launch.workers.pool import Worker
 
 
@@ -55,6 +55,20 @@ def test_a_job_that_goes_back_to_a_checkpoint_has_the_rate_of_its_new_steps() ->
         meter.look([worker])
     rate = meter.rate()
     assert rate == pytest.approx(2 / (meter.samples[-1].at - meter.samples[2].at))
+
+
+def test_a_wait_between_steps_does_not_count_as_duration_of_a_step() -> None:
+    """Such as an evaluation: the time left must count it, and the duration of a step must not."""
+    meter = StepMeter()
+    assert meter.duration() is None
+    for at, step in ((100.0, 1), (101.0, 2), (125.0, 3), (125.5, 4)):  # 24 s before step 3
+        meter.samples.append(StepSample(at, Committed(step, 10, step, 0.5 if step == 4 else 1.0, 1.0)))
+    progress = sources(meter).progress()
+    assert progress is not None and progress.mean_step_s == pytest.approx(3.5 / 4)
+    assert progress.left_s == pytest.approx(6 * 25.5 / 3)
+    assert "0.875 s a step" in progress_line(sources(meter).status())
+    meter.samples.append(StepSample(200.0, Committed(5, 10, 5, 0.25, 1.0)))  # the only one of the last minute
+    assert meter.duration() == 0.25
 
 
 def test_half_a_write_and_senseless_numbers_give_no_figures() -> None:

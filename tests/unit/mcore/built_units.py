@@ -96,10 +96,10 @@ def redealt(case: Dealt) -> dict[str, Any]:
             told.clear()
             dealt, given = builder.with_experts(unit, born[path], site, training=True), born[path]
             before = parameters_of(given)
-            mine, old = routed_layers(dealt[path]), routed_layers(given[path])
+            new, old = routed_layers(dealt[path]), routed_layers(given[path])
             found[f"{path}, {name}"] = {
-                "experts": [[len(one.experts.local_experts) for one in layers] for layers in (mine, old)],
-                "indices": [one.local_expert_indices for one in mine],
+                "experts": [[len(one.experts.local_experts) for one in layers] for layers in (new, old)],
+                "indices": [one.local_expert_indices for one in new],
                 "kept": [key for key, value in parameters_of(dealt).items() if value is before.get(key)],
                 "all": list(before),
                 "told": [type(one).__name__ for one in told],

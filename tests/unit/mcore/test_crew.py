@@ -100,6 +100,6 @@ def test_a_token_goes_to_one_home_of_each_of_its_experts_and_homes_have_equal_sh
             homes = sorted({home for home, _, of in places if of == expert})
             parts = [[chosen[:, places.index((home, part, expert))] for part in range(crew.cut)] for home in homes]
             assert all(torch.equal(one, mine[0]) for mine in parts for one in mine)
-            assert torch.equal(sum(mine[0].long() for mine in parts), routed[:, expert].long())
+            assert torch.equal(torch.stack([mine[0] for mine in parts]).sum(0), routed[:, expert].long())
             shares = [int(mine[0].sum()) for mine in parts]
             assert len(shares) == count and max(shares) - min(shares) <= 1

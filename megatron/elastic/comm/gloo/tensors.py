@@ -1,7 +1,8 @@
 """Tensors in a form gloo takes, with the way back.
 
 Data that is only moved travels as bytes, so every dtype goes; what gloo cannot
-add (bool, int16) is widened, ``AVG`` is a sum divided afterwards.
+add (bool, int16) is widened, ``AVG`` is a sum divided afterwards, ``PREMUL_SUM``
+a sum of products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.call_arguments import Op
+from megatron.elastic.comm.errors import CommError
 
 __all__ = ["Movable", "Reducible"]
 
@@ -35,7 +37,10 @@ class Movable:
 
 
 class Reducible:
-    """A tensor in a form gloo can reduce, with the way back."""
+    """A tensor in a form gloo can reduce, with the way back.
+
+    Raises ``CommError`` for a ``PREMUL_SUM`` of anything but floating point.
+    """
 
     def __init__(self, tensor: torch.Tensor, op: Op, count: int) -> None:
         self.tensor = tensor
@@ -47,6 +52,9 @@ class Reducible:
                 _kind(self.op), self.op
             )
         dense = tensor.detach().contiguous()
+        if _kind(op) == dist.ReduceOp.PREMUL_SUM:
+            self.op = dist.ReduceOp.SUM
+            dense = dense * _factor(op, tensor)
         self.data = dense.to(WIDENED[tensor.dtype]) if tensor.dtype in WIDENED else dense
 
     def reduced(self) -> torch.Tensor:
@@ -66,3 +74,10 @@ class Reducible:
 
 def _kind(op: Op) -> dist.ReduceOp.RedOpType:
     return op if isinstance(op, dist.ReduceOp.RedOpType) else cast(dist.ReduceOp.RedOpType, cast(Any, op).op)
+
+
+def _factor(op: Op, tensor: torch.Tensor) -> float:
+    """Return the number by which each member multiplies its input."""
+    if not tensor.is_floating_point():
+        raise CommError(f"PREMUL_SUM multiplies floating-point tensors only, not {tensor.dtype}")
+    return float(cast(Any, op).factor)

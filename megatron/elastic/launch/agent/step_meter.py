@@ -53,16 +53,26 @@ class StepMeter:
         if before is None or (before.step.step != step.step and stamp / 1e9 > before.at):
             self.samples.append(StepSample(stamp / 1e9, step))
 
+    def _window(self) -> list[StepSample]:
+        """Return the samples of the last minute of steps, newest first, none before a return to a checkpoint."""
+        found: list[StepSample] = []
+        for sample in reversed(self.samples):
+            if found and (found[0].at - sample.at > _WINDOW_SECONDS or sample.step.step > found[-1].step.step):
+                break
+            found.append(sample)
+        return found
+
+    def duration(self) -> float | None:
+        """Mean seconds of a step over the last minute of steps, without saves, evaluations and waits between them."""
+        seconds = [one.step.seconds for one in self._window() if math.isfinite(one.step.seconds)]
+        return sum(seconds) / len(seconds) if seconds else None
+
     def rate(self) -> float | None:
-        """Steps a second, over the last minute of steps; None before the second step."""
+        """Steps a second, over the last minute of steps and all that lay between; None before the second step."""
         if len(self.samples) < 2:
             return None
-        last = self.samples[-1]
-        first = last
-        for sample in reversed(self.samples):
-            if last.at - sample.at > _WINDOW_SECONDS or sample.step.step > first.step.step:
-                break
-            first = sample
+        window = self._window()
+        first, last = window[-1], window[0]
         steps, seconds = last.step.step - first.step.step, last.at - first.at
         if steps <= 0 or seconds <= 0.0:  # one step in the last minute
             duration = last.step.seconds

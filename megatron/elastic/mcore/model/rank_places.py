@@ -44,6 +44,8 @@ class RankPlaces:
     def __init__(self, rank: int, sizes: Sizes, config: Any, groups: CellGroups) -> None:
         self._rank, self._sizes, self._config, self._groups = rank, sizes, config, groups
         self._launched = Position(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor)
+        self._launch_mates = _adjacent(rank, sizes.tensor)
+        """The launch's tensor-parallel group. Not asked of the group: whoever is lost is left out of that meanwhile."""
         crew = launch_crew(sizes.experts, sizes.expert_homes, sizes.expert_parts, rank) if sizes.experts else None
         self.launch_crew: Crew | None = crew
         """This rank's crew as Megatron built it; ``None`` where ranks share no experts."""
@@ -78,7 +80,7 @@ class RankPlaces:
         rank, group_of = place.ranks[place.index], self._groups.tensor
         if place.position == self._launched:
             group = parallel_state.get_tensor_model_parallel_group()
-            if group_of is None or tuple(dist.get_process_group_ranks(group)) == place.tensor_ranks:
+            if group_of is None or place.tensor_ranks == self._launch_mates:
                 if place.crew in (None, self.launch_crew):
                     return None
                 return TensorPlace(place.position, group, self._sizes, rank, place.crew, launched=True)
@@ -121,8 +123,7 @@ class RankPlaces:
         if crew is not None:
             join_crew(module, crew, self._rank if built_for is None else built_for.rank, group_of)
         if self._config.num_moe_experts:
-            first = self._rank - self._rank % self._launch_ranks
-            ranks = tuple(range(first, first + self._launch_ranks)) if place is None else place.ranks
+            ranks = _adjacent(self._rank, self._launch_ranks) if place is None else place.ranks
             route_over(module, {"tp_cp_group": group_of(ranks)})
 
     @property
@@ -150,3 +151,9 @@ class RankPlaces:
         """Return how cells cut the sequence; ``team``: :attr:`CellPlace.team`."""
         parallel = self._sizes.sequence_parallel
         return SequenceCut(self._sizes.sequence, parallel, team) if parallel or team is not None else None
+
+
+def _adjacent(rank: int, size: int) -> tuple[int, ...]:
+    """Return the ranks of the group of ``size`` with ``rank`` in it, as Megatron numbers ranks."""
+    first = rank - rank % size
+    return tuple(range(first, first + size))

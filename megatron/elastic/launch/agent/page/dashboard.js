@@ -35,7 +35,7 @@ function figures(status) {
   const rows = [];
   if (progress) {
     rows.push(["step", progress.target ? `${progress.step} of ${progress.target}` : progress.step]);
-    rows.push(["a step", progress.steps_per_s ? duration(1 / progress.steps_per_s) : duration(progress.step_s)]);
+    rows.push(["a step", duration(progress.mean_step_s)], ["last step", `${duration(progress.ago_s)} ago`]);
     rows.push(["left", duration(progress.left_s)]);
     if (progress.loss !== null) rows.push(["loss", progress.loss.toPrecision(6)]);
   }
@@ -113,7 +113,7 @@ function topology(status, drawn) {
 
 // One curve over the job's time, with losses and recoveries as vertical lines.
 function chart(id, state, value) {
-  const points = state.samples.map((sample) => [sample.at, value(sample)]).filter(([, y]) => y !== null);
+  const points = state.samples.map((sample) => [sample.at, value(sample), sample.step]).filter(([, y]) => y !== null);
   if (points.length < 2) return show(id, element("p", "drawn after two steps"));
   const [width, height, left, bottom] = [560, 170, 52, 20];
   const xs = points.map(([x]) => x), ys = points.map(([, y]) => y);
@@ -128,9 +128,11 @@ function chart(id, state, value) {
     svg.append(make("line", { class: "axis", x1: left, x2: width - 6, y1: y(number), y2: y(number) }));
     svg.append(make("text", { x: 0, y: y(number) + 4 }, number.toPrecision(4)));
   }
-  svg.append(make("text", { x: left, y: height - 4 }, `step ${state.samples[0].step}, ${duration(x1 - x0)} ago`));
-  const last = state.samples[state.samples.length - 1];
-  svg.append(make("text", { x: width - 6, y: height - 4, "text-anchor": "end" }, `step ${last.step}`));
+  // The newest step may be long ago: ages count from now, not from it.
+  const label = ([at, , step]) => `step ${step}, ${duration(Math.max(0, state.status.job_s - at))} ago`;
+  svg.append(make("text", { x: left, y: height - 4 }, label(points[0])));
+  const end = { x: width - 6, y: height - 4, "text-anchor": "end" };
+  svg.append(make("text", end, label(points[points.length - 1])));
   const events = { losses: state.status.history.last_losses, recoveries: state.status.history.last_recoveries };
   for (const [kind, found] of Object.entries(events)) {
     for (const event of found.filter((each) => each.at >= x0 && each.at <= x1)) {
@@ -196,6 +198,16 @@ function draw(state) {
     return element("li", `${ago} ago: rank ${loss.rank} on ${loss.host} at step ${loss.step}: ${loss.cause}`);
   }));
   document.body.dataset.generation = status.generation.decided;
+  delete document.body.dataset.outdated;
+}
+
+// What is drawn is the past: say so where the eye looks first.
+function outdated() {
+  const badge = document.getElementById("state");
+  badge.textContent = "no answer";
+  badge.className = "";
+  document.title = document.title.replace(/: .*/, "") + ": no answer";
+  document.body.dataset.outdated = "yes";
 }
 
 async function update() {
@@ -209,6 +221,7 @@ async function update() {
     news.textContent = "";
   } catch (error) {
     news.textContent = error instanceof TypeError ? "The launcher does not answer: the job may have ended." : error.message;
+    outdated();
   }
   setTimeout(update, 1000);
 }
