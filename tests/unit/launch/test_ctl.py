@@ -46,7 +46,7 @@ def test_an_agent_of_another_version_is_named_as_such() -> None:
             with console:
                 console.recv(1 << 16)
                 text = json.dumps({"answer": "status", "run_id": run_id, "of_a_later_version": 1}).encode()
-                console.sendall(len(text).to_bytes(4, "little") + text)
+                console.sendall(len(text).to_bytes(4, "big") + text)
 
         agent = threading.Thread(target=answer)
         agent.start()
