@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -36,6 +37,16 @@ class InputError(ValueError):
     """Input that cannot be used; the text names the flag and the fix."""
 
 
+def _reason(args: argparse.Namespace, error: Exception) -> str:
+    """Return the cause of a tokenizer that cannot be built, and the fix where Megatron's own words do not show it."""
+    if args.tokenizer_type == "HuggingFaceTokenizer" and importlib.util.find_spec("transformers") is None:
+        return "it needs the package transformers (pip install transformers), or use TikTokenizer"
+    if args.tokenizer_type == "TikTokenizer" and isinstance(error, AssertionError):
+        flags = "--vocab-size, --tiktoken-num-special-tokens and --tiktoken-pattern"
+        return f"{flags} do not fit it (tools/train_tokenizer.py prints them) {error}".rstrip()
+    return str(error) or type(error).__name__
+
+
 @dataclass
 class Encoder:
     """Tokenizes one line; built once in each worker process."""
@@ -50,7 +61,8 @@ class Encoder:
             self.tokenizer = build_tokenizer(self.args)
         except Exception as error:  # each tokenizer library has exceptions of its own
             given = self.args.tokenizer_model or self.args.vocab_file
-            raise InputError(f"--tokenizer-type {self.args.tokenizer_type}: cannot read {given}: {error}") from error
+            text = f"--tokenizer-type {self.args.tokenizer_type}: cannot read {given}: {_reason(self.args, error)}"
+            raise InputError(text) from error
 
     def encode(self, numbered: tuple[int, str]) -> list[list[int]]:
         """Token ids of each JSON key of one line (empty list: nothing to write for that key)."""

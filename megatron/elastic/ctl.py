@@ -111,7 +111,10 @@ def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
                     if isinstance(answer, Refusal):
                         raise CtlError(answer.error)
                     return answer
-    except (OSError, ProtocolError) as error:
+    except ProtocolError:
+        other = f"job {run_id!r} runs with another version of megatron-elastic, whose answer cannot be read here"
+        raise CtlError(f"{other}; use the ctl of the environment that started it") from None
+    except OSError as error:
         raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
     raise CtlError(f"the agent of job {run_id!r} closed the connection: only the user who started the job may use ctl")
 

@@ -117,15 +117,15 @@ class ProgressStatus(_StatusPart, frozen=True):
     samples: Int64
     step_s: float
     """Duration of the newest step."""
-    mean_step_s: float | None
-    """Mean duration of the last minute of steps, without saves, evaluations and waits between them."""
     steps_per_s: float | None
-    """Rate over the same minute, with them."""
+    """Rate over the last minute of steps and all that lay between them."""
     left_s: float | None
     """Estimate of the seconds until the target."""
     loss: float | None
     ago_s: float
     """Seconds since it was committed."""
+    mean_step_s: float | None = None
+    """Mean duration of the last minute of steps, without what lay between them; None from an older agent."""
 
 
 class HistoryStatus(_StatusPart, frozen=True):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import threading
+
 import pytest
 
-from megatron.elastic.ctl import CtlError, choose, main
+from megatron.elastic.control.requests import Status
+from megatron.elastic.ctl import _PREFIX, CtlError, ask, choose, main
 
 
 def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
@@ -26,6 +32,27 @@ def test_of_several_none_is_taken(sure: bool) -> None:
 def test_without_a_job_the_answer_does_not_speak_of_several(run_id: str | None, meant: str) -> None:
     with pytest.raises(CtlError, match=rf"^{meant} on this machine: .* on a node of the job"):
         choose(run_id, {})
+
+
+def test_an_agent_of_another_version_is_named_as_such() -> None:
+    """Its status has other fields."""
+    run_id = f"other-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{_PREFIX[1:]}{run_id}/0")
+        listener.listen()
+
+        def answer() -> None:
+            console, _ = listener.accept()
+            with console:
+                console.recv(1 << 16)
+                text = json.dumps({"answer": "status", "run_id": run_id, "of_a_later_version": 1}).encode()
+                console.sendall(len(text).to_bytes(4, "big") + text)
+
+        agent = threading.Thread(target=answer)
+        agent.start()
+        with pytest.raises(CtlError, match=rf"^job '{run_id}' runs with another version .*; use the ctl of the env"):
+            ask(run_id, 0, Status())
+        agent.join()
 
 
 @pytest.mark.parametrize("do", ["drain", "stop"])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,13 @@ def test_workers_do_not_change_a_byte(prepared: Prepared, tmp_path: Path) -> Non
         ([], "\n", ["--json-keys", "no text"]),
         (["--json-keys", "body"], '{"text": "a"}', ["--json-keys body"]),
         (["--tokenizer-model", "/nonexistent"], '{"text": "a"}', ["--tokenizer-type", "/nonexistent"]),
+        (["--vocab-size", "4096"], '{"text": "a"}', ["--tokenizer-type", "--vocab-size", "do not fit"]),
+        pytest.param(
+            ["--tokenizer-type", "HuggingFaceTokenizer"],
+            '{"text": "a"}',
+            ["--tokenizer-type", "pip install transformers"],
+            marks=pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed"),
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

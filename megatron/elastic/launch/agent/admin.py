@@ -121,11 +121,11 @@ class Sources:
             target=target,
             samples=step.samples,
             step_s=step.seconds if math.isfinite(step.seconds) else 0.0,
-            mean_step_s=self.meter.duration(),
             steps_per_s=rate,
             left_s=None if target is None or not rate else max(0, target - step.step) / rate,
             loss=step.loss if math.isfinite(step.loss) else None,
             ago_s=round(max(0.0, time.monotonic() - self.meter.samples[-1].at), 3),
+            mean_step_s=self.meter.duration(),
         )
 
     def _history(self, progress: ProgressStatus | None) -> HistoryStatus:
