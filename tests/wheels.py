@@ -18,14 +18,17 @@ __all__ = ["newest"]
 KEPT = Path(__file__).resolve().parents[1] / "build" / "wheels"
 
 
-def newest(package: str) -> zipfile.ZipFile:
-    """The wheel of ``package`` (as pip names it), downloaded at first use. Skips the test only if pip gets none."""
+def newest(package: str, *flags: str) -> zipfile.ZipFile:
+    """The wheel of ``package`` (as pip names it), downloaded at first use. Skips the test only if pip gets none.
+
+    ``flags``: further ones of ``pip download``.
+    """
     folder = Path(os.environ.get("ELASTIC_WHEELS") or KEPT)
     pattern = f"{package.replace('-', '_')}-*.whl"
     if "ELASTIC_WHEELS" not in os.environ and not list(folder.glob(pattern)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
-            [*command, "--dest", str(folder), package], capture_output=True, text=True, timeout=600, check=False
+            [*command, *flags, "--dest", str(folder), package], capture_output=True, text=True, timeout=600, check=False
         )
         if done.returncode:
             pytest.skip(f"pip gets no wheel of {package}: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")

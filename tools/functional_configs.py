@@ -310,6 +310,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkout", type=Path, help="Megatron-LM's sources, release 0.17.1")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="in this order, such as gpt/gpt3_mcore_tp1_pp2")
     parser.add_argument("--folder", type=Path, required=True, help="data, logs and checkpoints go here")
+    parser.add_argument("--packages", default="", metavar="FOLDER", help="has packages that Megatron's Muon needs")
     parser.add_argument("--check", action="store_true", help="check the flags of each, train none")
     parser.add_argument("--missing", action="store_true", help="only those that have not run, or not plain Megatron's")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no other configuration after this time")
@@ -325,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = configurations(args.checkout.resolve())
     others = {case.name: case.other_script or "no arguments" for case in found if case.other_script or not case.given}
     cases = _chosen([case for case in found if case.name not in others], args.only)
-    _import_ahead(args.checkout.resolve())
+    _import_ahead(args.checkout.resolve(), args.packages)
     bench = Bench(args.checkout.resolve(), folder, data_set(folder))
     rows, failed, began = recorded(args.record), False, time.monotonic()
     for case in cases:
@@ -357,10 +358,12 @@ def _chosen(cases: Sequence[Configuration], names: Sequence[str] | None) -> list
     return [by_name[name] for name in names]
 
 
-def _import_ahead(checkout: Path) -> None:
+def _import_ahead(checkout: Path, packages: str) -> None:
     """Import what every worker imports, so that the forks need not, in the environment of a job."""
     sys.path.insert(0, str(checkout))
-    os.environ.update(PYTHONPATH=f"{checkout}:{ROOT}", OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    sys.path += [packages] if packages else []
+    found = ":".join(filter(None, (str(checkout), str(ROOT), packages)))
+    os.environ.update(PYTHONPATH=found, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
     import torch  # noqa: F401
 
     import megatron.elastic.adaptor

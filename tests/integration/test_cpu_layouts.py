@@ -52,11 +52,12 @@ def name_of(layout: tuple[int, int, int]) -> str:
     return "tp{}-pp{}-dp{}".format(*layout)
 
 
-def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Exit codes of every job's ranks; the logs lie in ``folder``."""
+def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]], packages: Path | None = None) -> dict[str, list[int]]:
+    """Exit codes of every job's ranks; the logs lie in ``folder``. ``packages``: further ones that Megatron finds."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = os.pathsep.join(str(folder) for folder in (ROOT, packages) if folder is not None)
+    environment = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/integration/forked_ranks.py"), str(path)],
         env=environment,

@@ -18,6 +18,7 @@ Invariants
   after them, and a block boundary lies between.
 - Each element of the model lies in one block, so every block counts in the global
   gradient norm.
+- A block boundary lies at both ends of a matrix that Muon steps, and none inside it, whatever the block size.
 - Padding belongs to the run before it. Its gradient and state are zero and stay
   zero under the update.
 """
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["ALIGN", "BlockKey", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout", "UnitShard"]
+__all__ = ["ALIGN", "BlockKey", "Matrix", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout", "UnitShard"]
 
 ALIGN = 16
 """Alignment in elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
@@ -40,6 +41,28 @@ BlockKey = tuple[int, int, int]
 
 UnitShard = tuple[int, int]
 """(unit, shard): the name of one flat space. The common part is the shard behind the last one."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that Muon steps as a whole. ``parts``: rows of each part of a group, if it is fused of several.
+
+    A fused query, key and value weight has groups of rows [queries, key, value]. The queries of all groups are one
+    part, which is stepped on its own, as are the keys and the values. Raises ``ValueError`` for another number of rows.
+    """
+
+    rows: int
+    columns: int
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.parts and self.rows % sum(self.parts):
+            raise ValueError(f"{self.rows} rows are not groups of {self.parts}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -57,8 +80,12 @@ class ParamSpec:
     """Index of the parameter group whose rate in the StepRecord applies."""
     expert: int | None = None
     """The expert that it belongs to, where ranks share experts: each expert of a unit has a space of its own."""
+    matrix: Matrix | None = None
+    """The matrix that Muon steps; None: another optimizer steps the parameter by element."""
 
     def __post_init__(self) -> None:
+        if self.matrix is not None and self.matrix.numel != self.numel:
+            raise ValueError(f"parameter {self.name}: {self.numel} elements do not fill {self.matrix}")
         if self.numel != math.prod(self.shape) or self.numel <= 0:
             raise ValueError(f"parameter {self.name}: {self.numel} elements do not fill shape {self.shape}")
 
@@ -102,6 +129,8 @@ class Run:
     wd_mult: float
     lr_mult: float
     group: int = 0
+    matrix: Matrix | None = None
+    """The matrix that the run is, if Muon steps it."""
 
 
 def _aligned(elements: int) -> int:
@@ -124,6 +153,14 @@ def _cut(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
+def _part(params: Sequence[ParamSpec], start: int, limit: int) -> tuple[list[ParamSlot], list[tuple[int, int]], int]:
+    """Return slots from ``start`` on, ranges of blocks and the end: first matrices, one a block, then the others."""
+    matrices, begin = _place([p for p in params if p.matrix is not None], start)
+    others, stop = _place([p for p in params if p.matrix is None], begin)
+    whole = [(slot.start, _aligned(slot.stop)) for slot in matrices]
+    return matrices + others, whole + _cut(begin, stop, limit), stop
+
+
 @dataclass(frozen=True)
 class UnitLayout:
     """The layout of one flat space (module docstring). ``numel``: its length in elements."""
@@ -138,6 +175,7 @@ class UnitLayout:
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
         """Lay out the parameters of one space (in the given order, sharded ones first); cut at ``block_bytes`` of fp32.
 
+        Among the sharded ones, and among the others, matrices that Muon steps come first.
         Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
         """
         limit = block_bytes // 4 // ALIGN * ALIGN
@@ -145,10 +183,9 @@ class UnitLayout:
             raise ValueError(f"--elastic-block-bytes {block_bytes} is below {4 * ALIGN}, the smallest block")
         if len({p.name for p in params}) != len(params):
             raise ValueError(f"unit {unit}: duplicate parameter names")
-        first, middle = _place([p for p in params if p.sharded], 0)
-        second, end = _place([p for p in params if not p.sharded], middle)
-        ranges = _cut(0, middle, limit) + _cut(middle, end, limit)
-        blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges))
+        first, ranges, middle = _part([p for p in params if p.sharded], 0, limit)
+        second, further, end = _part([p for p in params if not p.sharded], middle, limit)
+        blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges + further))
         return cls(unit, shard, tuple(first + second), blocks, end)
 
     @cached_property
@@ -182,8 +219,9 @@ class UnitLayout:
             if start >= stop:
                 continue
             spec = slot.spec
-            run = Run(start, stop, spec.weight_decay_multiplier, spec.lr_multiplier, spec.group)
-            if out and (out[-1].wd_mult, out[-1].lr_mult, out[-1].group) == (run.wd_mult, run.lr_mult, run.group):
+            run = Run(start, stop, spec.weight_decay_multiplier, spec.lr_multiplier, spec.group, spec.matrix)
+            alike = out and (out[-1].wd_mult, out[-1].lr_mult, out[-1].group) == (run.wd_mult, run.lr_mult, run.group)
+            if alike and out[-1].matrix is None and run.matrix is None:
                 run = Run(out.pop().start, stop, run.wd_mult, run.lr_mult, run.group)
             out.append(run)
         return tuple(out)

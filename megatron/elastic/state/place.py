@@ -5,7 +5,7 @@ host's steps with the native kernel. A device's (:mod:`device_place`) steps with
 on a stream as all work of the device is.
 
 Invariants
-- The same step leads to the same bits in either place, or ``state`` mode is used (:mod:`step_selftest`).
+- The same step leads to the same bits in either place, or ``state`` mode is used (:mod:`step_selftest`, Muon).
 - Host code reads a copy by :meth:`Place.to_host` alone, which is finished when it returns.
 - A copy changes its place by a new store, put in one assignment. So a thread that reads the store once has a tensor
   and the place that belongs to it.
@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 
 from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step
+from megatron.elastic.state.layout import Matrix
+from megatron.elastic.state.muon_step import MuonScalars, muon_step
 
 __all__ = ["HOST", "BlockStore", "HostPlace", "Place", "Staged", "StagedTensor", "read_together"]
 
@@ -86,6 +88,12 @@ class Place(ABC):
     @abstractmethod
     def sgd(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
         """Update ``master`` and ``momentum`` in place."""
+
+    def muon(
+        self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, matrix: Matrix, scalars: MuonScalars
+    ) -> None:
+        """Update ``master`` and ``momentum`` of one matrix in place. The bits may differ between places."""
+        muon_step(master, momentum, grad, matrix, scalars)
 
     @abstractmethod
     def round_to_bf16(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from megatron.elastic.state.adam import AdamScalars, SgdScalars, sum_of_squares
 from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Part
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.muon_step import MuonScalars
 from megatron.elastic.state.notes import Notes
 from megatron.elastic.state.place import HOST, BlockStore, Place, Staged, StagedTensor, read_together
 from megatron.elastic.state.placement import Placement
@@ -366,7 +367,11 @@ class StatePool:
         rate, hyper, place = record.rates[run.group], self.hyper, copy.place
         lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
         master, exp_avg, exp_avg_sq = (row[part] for row in copy.state)
-        if hyper.optimizer == "sgd":
+        if run.matrix is not None:
+            assert hyper.muon is not None, "only Muon has matrices"
+            muon = MuonScalars(record.grad_multiplier, lr, decay, hyper.muon)
+            place.muon(master, exp_avg, gradient[part], run.matrix, muon)
+        elif hyper.optimizer == "sgd":
             sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)
             place.sgd(master, exp_avg, gradient[part], sgd)
         else:

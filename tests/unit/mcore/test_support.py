@@ -49,7 +49,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--fp8-recipe", {"fp8": "hybrid"}),
     ("--fp4-format", {"fp4": "e2m1"}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
-    ("--optimizer", {"optimizer": "muon"}),
+    ("--optimizer", {"optimizer": "lion"}),
     ("--ckpt-format", {"ckpt_format": "fsdp_dtensor"}),
     ("--dataloader-type", {"dataloader_type": "external"}),
     ("--fim-data", {"fim_data": True}),

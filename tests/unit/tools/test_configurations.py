@@ -129,7 +129,7 @@ def test_a_failed_job_is_told_by_its_last_reason() -> None:
 def test_what_an_example_loses_is_what_its_start_refuses() -> None:
     base = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --bf16 --async-save "
     assert losses_of(Example("m", "s", 8, base)) == ((), ("--async-save",))
-    (line,), _ = losses_of(Example("m", "s", 8, base + "--optimizer muon"))
+    (line,), _ = losses_of(Example("m", "s", 8, base + "--optimizer lion"))
     assert line.startswith("--optimizer ")
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron.elastic.config import ElasticConfig, flag_name, plain_type
 from megatron.elastic.mcore.args import yaml_settings
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults
+from megatron.elastic.mcore.args.muon import uses_muon
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import engine_policies, policy_help
 
@@ -135,14 +136,17 @@ def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:
     """Return the settings in parsed arguments. Raises ``ConfigError`` with one line that names the flag.
 
     Fields that ``args`` lacks (a YAML configuration) keep their defaults; an unknown
-    ``elastic_*`` setting is refused, since a misspelt one would be ignored silently.
+    ``elastic_*`` setting is refused, since a misspelt one would be ignored silently. With Muon, copies receive state.
     """
     given = dict(args) if isinstance(args, Mapping) else vars(args)
     names = ElasticConfig.field_names()
     unknown = sorted(key for key in given if key.startswith("elastic_") and key.removeprefix("elastic_") not in names)
     if unknown:
         raise BadInput(f"no such setting: {', '.join(flag_name(key.removeprefix('elastic_')) for key in unknown)}")
-    return ElasticConfig(**{name: given["elastic_" + name] for name in names if "elastic_" + name in given})
+    settings = {name: given["elastic_" + name] for name in names if "elastic_" + name in given}
+    if uses_muon(given):
+        settings["snapshot"] = "state"
+    return ElasticConfig(**settings)
 
 
 # ---------------------------------------------------------------- documentation

@@ -64,6 +64,8 @@ _OPTIMISATION = (
     "--lr-warmup-fraction", "--lr-warmup-init", "--lr-wsd-decay-style", "--lr-wsd-decay-iters",
     "--lr-wsd-decay-samples", "--weight-decay", "--start-weight-decay", "--end-weight-decay",
     "--weight-decay-incr-style", "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps", "--sgd-momentum",
+    "--muon-momentum", "--muon-no-split-qkv", "--muon-use-nesterov", "--muon-scale-mode", "--muon-fp32-matmul-prec",
+    "--muon-coefficient-type", "--muon-num-ns-steps", "--muon-extra-scale-factor",
     "--decoupled-lr", "--decoupled-min-lr", "--apply-wd-to-qk-layernorm", "--calculate-per-token-loss",
     "--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--seed",
     "--deterministic-mode", "--no-check-for-nan-in-loss-and-grad", "--override-opt-param-scheduler",

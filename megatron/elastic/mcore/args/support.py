@@ -21,6 +21,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args import combinations, flag_table, shared_experts, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.muon import muon_faults, uses_muon
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
 
@@ -146,9 +147,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("batch-size ramp-up", ("--rampup-batch-size", "--step-batch-size-schedule"),
             _any("rampup_batch_size", "step_batch_size_schedule"), "works", "works",
             "plans follow the number of samples; --step-batch-size-schedule is Megatron 0.18's and later, not run"),
-    Feature("other optimizers than Adam and SGD", ("--optimizer",), _other_than("optimizer", "adam", "sgd"), "works",
-            "refused", "copies repeat the steps of Adam and SGD alone; Muon's are of whole matrices, and Megatron 0.17 "
-            f"does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
+    Feature("Lion", ("--optimizer",), lambda args: getattr(args, "optimizer", None) == "lion", "works", "refused",
+            f"Megatron 0.17 does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
+    Feature("Muon", ("--optimizer", "--muon-tp-mode", "--muon-scalar-optimizer"),
+            uses_muon, "works", "works",
+            "that of Megatron 0.17; with --elastic copies receive state, tensor-parallel parts are stepped blockwise, "
+            "and no package emerging-optimizers is needed"),
     Feature("low-precision optimizer state", ("--use-precision-aware-optimizer", "--main-params-dtype",
                                               "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
             _any("use_precision_aware_optimizer"), "refused", "works",
@@ -229,6 +233,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
         yield from combinations.precision_faults(args, platform)
+        if uses_muon(args):
+            yield from muon_faults(args, config)
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)

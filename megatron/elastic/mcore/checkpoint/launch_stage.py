@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.elastic.engine.compute.model_interface import UnitParameter
 from megatron.elastic.mcore.model.gpt import GptInterface
+from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["LaunchStage", "Launched"]
 
@@ -22,11 +23,33 @@ class LaunchStage:
     """The rank of the launch that has this place: this process, or a lost one in whose place it writes."""
     interface: GptInterface
     launched: Launched
-    shared_experts: bool = False
-    """True if it is the part of a stage that has the experts which ranks share."""
+    experts: tuple[bool, ...] = (False,)
+    """Which parameters it has: those of experts that ranks share (True), all others (False)."""
+    muon: bool = False
+    """True if it is the part of a stage that Muon steps."""
+
+    def part(self, experts: tuple[bool, ...], muon: bool) -> LaunchStage:
+        """Return the part of the stage for which Megatron has an optimizer of its own."""
+        launched = {
+            unit: tuple(i for i in items if _is_of(i.spec, experts, muon)) for unit, items in self.launched.items()
+        }
+        return LaunchStage(self.rank, self.interface, launched, experts, muon)
+
+    def has(self, spec: ParamSpec) -> bool:
+        """Return whether a parameter of this kind belongs to the part."""
+        return _is_of(spec, self.experts, self.muon)
 
     def ordered(self) -> list[UnitParameter]:
-        """Return the trainable parameters in the order of Megatron's groups."""
+        """Return the trainable parameters in the order of Megatron's groups, those of shared experts last."""
         items = [item for parameters in self.launched.values() for item in parameters]
         rank = {id(p): i for i, p in enumerate(self.interface.chunks.parameters())}
-        return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))
+        return sorted(items, key=lambda item: (_shared(item.spec), item.spec.group, rank[id(item.parameter)]))
+
+
+def _shared(spec: ParamSpec) -> bool:
+    """Return whether the parameter is one of an expert that ranks share."""
+    return spec.expert is not None
+
+
+def _is_of(spec: ParamSpec, experts: tuple[bool, ...], muon: bool) -> bool:
+    return _shared(spec) in experts and (spec.matrix is not None) == muon

@@ -34,9 +34,11 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.save import Want
+from megatron.elastic.mcore.args.muon import MUON
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts, Duty
 from megatron.elastic.mcore.checkpoint.content import Content
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
+from megatron.elastic.mcore.checkpoint.muon_state import MOMENTUM, muon_shadow
 from megatron.elastic.mcore.model.param_groups import settings_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
@@ -69,6 +71,7 @@ class OptimizerCheckpoint:
         self._duties: dict[Duty, LaunchStage] = {}
         self._built: dict[int, LaunchStage] = {}
         self._config = replace(config, use_distributed_optimizer=False)
+        self._groups: Sequence[Mapping[str, Any]] = ()
         self._reading: list[tuple[LaunchStage, Any]] = []
         """Parts of the checkpoint that is being read, with the optimizers that Megatron fills."""
         self.content: Content | None = None
@@ -116,7 +119,7 @@ class OptimizerCheckpoint:
         """Return the tensors and objects of a duty as its rank would write them; each carries its own key."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
         chunks: Any = place.interface.chunks
-        parts = [part for part in self._parts(place) if (duty.experts if part.shared_experts else duty.rest)]
+        parts = [part for part in self._parts(place) if _concerns(duty, part)]
         with self._others.standing_at(duty.rank):
             model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
             whole = {
@@ -128,6 +131,7 @@ class OptimizerCheckpoint:
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Return a sharded state dict to read a checkpoint into; pass the result to :meth:`finish_load`."""
+        self._groups = groups
         self._reading = [(part, self._shadow(part, groups)) for part in self._parts(self._own)]
         return _chained(
             [self._state_dict(part, shadow, model_state, metadata, loading=True) for part, shadow in self._reading]
@@ -140,12 +144,14 @@ class OptimizerCheckpoint:
         state = self._engine.empty_state()
         states = [state_dict] if len(reading) == 1 else [state_dict[number] for number in range(len(reading))]
         read = [self._read(*part, found, state) for part, found in zip(reading, states, strict=True)]
-        return replace(read[0], adam_step=max(part.adam_step for part in read))
+        named = {_identity(group): settings_of(group) for part in reversed(read) for group in part.groups}
+        settings = [named.get(_identity(group), {}) for group in self._groups]
+        return replace(read[0], adam_step=max(part.adam_step for part in read), groups=settings)
 
     def _read(
         self, place: LaunchStage, shadow: Any, state_dict: Any, state: Mapping[UnitShard, torch.Tensor]
     ) -> LoadedState:
-        """Fill the parameters of ``place`` in ``state``, and return the loaded state."""
+        """Fill the parameters of ``place`` in ``state``; return the loaded state, with the checkpoint's own groups."""
         if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
             step = _group_step(state_dict["optimizer"]["param_groups"])
             groups = state_dict["optimizer"]["param_groups"]
@@ -162,35 +168,32 @@ class OptimizerCheckpoint:
             )
         for (key, slot), main, moments in zip(self._slots(place), mains, tensors, strict=True):
             rows = state[key][:, slot.start : slot.stop]
-            for row, value in zip(rows, (main, moments["exp_avg"], moments["exp_avg_sq"]), strict=True):
+            for row, value in zip(rows, (main, *(moments[name] for name in _moments(place))), strict=False):
                 row.copy_(value.detach().reshape(-1))
-        named = {_identity(group): settings_of(group) for group in groups}
-        settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
-        return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}), settings)
+        return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}), groups)
 
     # -- Megatron's optimizer over the engine's parameters ------------------------------
 
     def _parts(self, place: LaunchStage) -> tuple[LaunchStage, ...]:
-        """Return the parts of a stage for which Megatron has optimizers of their own: experts that ranks share last."""
-        if not self._engine.views.launch_topology.experts:
-            return (place,)
-        return tuple(
-            LaunchStage(
-                place.rank,
-                place.interface,
-                {
-                    unit: tuple(item for item in parameters if (item.spec.expert is not None) == shared)
-                    for unit, parameters in place.launched.items()
-                },
-                shared,
-            )
-            for shared in (False, True)
-        )
+        """Return the parts of a stage for which Megatron has optimizers of their own, in Megatron's order.
 
-    def _groups_of_experts(self) -> frozenset[int]:
-        """Return the parameter groups that experts have, on any rank."""
-        slots = (slot for layout in self._engine.views.layouts.values() for slot in layout.slots)
-        return frozenset(slot.spec.group for slot in slots if slot.spec.expert is not None)
+        Matrices that Muon steps come before all others, experts that ranks share after what is alike. ``dist_muon``
+        has one optimizer for all matrices.
+        """
+        shares, muon = bool(self._engine.views.launch_topology.experts), self._config.optimizer in MUON
+        if not (shares or muon):
+            return (place,)
+        apart = [(False,), (True,)] if shares else [(False,)]
+        of_matrices = [(False, True)] if shares and self._config.optimizer == "dist_muon" else apart
+        parts = [place.part(experts, True) for experts in of_matrices] if muon else []
+        parts += [place.part(experts, False) for experts in apart]
+        # With Muon, no rank has other parameters of experts where these have no biases.
+        return tuple(part for part in parts if not muon or part.experts != (True,) or self._groups_of(part, True))
+
+    def _groups_of(self, place: LaunchStage, shared: bool) -> frozenset[int]:
+        """Return the parameter groups that parts like ``place`` have on any rank; ``shared``: of their experts."""
+        slots = (slot.spec for layout in self._engine.views.layouts.values() for slot in layout.slots)
+        return frozenset(spec.group for spec in slots if place.has(spec) and (spec.expert is not None) == shared)
 
     def _slots(self, place: LaunchStage) -> Iterator[tuple[UnitShard, ParamSlot]]:
         """Return ((unit, shard), slot in that flat state) of each of ``place.ordered()``."""
@@ -204,18 +207,18 @@ class OptimizerCheckpoint:
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Return Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
-        ordered, some = place.ordered(), self._groups_of_experts() if place.shared_experts else range(len(groups))
-        filled = [
-            {
-                **group,
-                "params": [item.parameter for item in ordered if item.spec.group == index],
-                "is_expert_parallel": place.shared_experts,
-            }
-            for index, group in enumerate(groups)
-            if index in some
-        ]
+        ordered, muon = place.ordered(), self._config.optimizer in MUON
+        filled = []
+        for shared in place.experts:
+            some = self._groups_of(place, shared) if shared or muon else range(len(groups))
+            for index in sorted(some):
+                alike = [i for i in ordered if (i.spec.group, i.spec.expert is not None) == (index, shared)]
+                mine = {"params": [item.parameter for item in alike], "is_expert_parallel": shared}
+                filled.append({**groups[index], **mine})
+        if place.muon:
+            return muon_shadow(self._config, filled)
         return core_optimizer._get_megatron_optimizer_based_on_param_groups(
-            config=self._config,
+            config=replace(self._config, optimizer="adam") if muon else self._config,
             model_chunks=list(place.interface.chunks),  # looked at for FSDP alone, which no chunk is
             param_groups=filled,
             per_model_buffers=None,
@@ -228,10 +231,11 @@ class OptimizerCheckpoint:
         step = torch.tensor(float(record.adam_step))
         for main, item, (key, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
             master, first, second = (Want(*key, slot.start, slot.stop, row) for row in range(3))
-            exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))
-            shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-            self.content.register(exp_avg, first)
-            self.content.register(exp_avg_sq, second)
+            rows = dict(zip(_moments(place), (first, second), strict=False))
+            moments = {name: torch.empty(main.shape, dtype=torch.float32) for name in rows}
+            shadow.optimizer.state[main] = moments if place.muon else {"step": step.clone(), **moments}
+            for name, want in rows.items():
+                self.content.register(moments[name], want)
             self.content.register(item.parameter.data, master)
             if main.data_ptr() != item.parameter.data_ptr():
                 self.content.register(main.data, master)
@@ -284,6 +288,16 @@ class OptimizerCheckpoint:
         return result
 
 
+def _moments(place: LaunchStage) -> tuple[str, ...]:
+    """Return the names of a parameter's state in Megatron's optimizer, in the order of a block's rows."""
+    return (MOMENTUM,) if place.muon else ("exp_avg", "exp_avg_sq")
+
+
+def _concerns(duty: Duty, place: LaunchStage) -> bool:
+    """Return whether a part of a stage has parameters of a duty."""
+    return any(duty.experts if shared else duty.rest for shared in place.experts)
+
+
 def _chained(states: Sequence[Any]) -> Any:
     """Return the state of several optimizers as Megatron's ``ChainedOptimizer`` does: one alone, others numbered."""
     return states[0] if len(states) == 1 else dict(enumerate(states))
@@ -295,8 +309,9 @@ def _require_optimizers(state_dict: Mapping[Any, Any], count: int) -> None:
     if len(numbered) == (count if count > 1 else 0) and len(numbered) in (0, len(state_dict)):
         return
     raise ConfigError(
-        "--load: Megatron keeps optimizer state of experts that ranks share apart from the rest, and this checkpoint "
-        "and --expert-model-parallel-size differ in that: use a size above 1 for both, or 1, or add --no-load-optim"
+        "--load: Megatron keeps optimizer state of experts that ranks share apart from the rest, and that of matrices "
+        "for Muon, and this checkpoint and --expert-model-parallel-size or --optimizer differ in that: use a size "
+        "above 1 for both, or 1, and one optimizer, or add --no-load-optim"
     )
 
 

@@ -29,6 +29,7 @@ from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.args.batch_sizes import BatchSizes
+from megatron.elastic.mcore.args.muon import qkv_parts
 from megatron.elastic.mcore.args.preflight import check_validation
 from megatron.elastic.mcore.args.settings import (
     engine_settings,
@@ -170,7 +171,7 @@ class Setup:
         refuse_others(model)
         refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
-        groups = GroupKeys(optimizer_config, overrides)
+        groups = GroupKeys(optimizer_config, overrides, qkv_parts(args))
         unkeyed = [key_dropout(unwrapped(c), parallel_state.get_tensor_model_parallel_rank()) for c in model]
         line = unkeyed_line([name for names in unkeyed for name in names], self._config.exact)
         if line and links.decision is not None and links.fabric.rank == 0:

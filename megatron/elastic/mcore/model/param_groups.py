@@ -15,6 +15,9 @@ import torch
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron.elastic.mcore.args.muon import MUON
+from megatron.elastic.state.layout import Matrix
+
 __all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of"]
 
 Overrides = tuple[tuple[str, Any], ...]
@@ -37,10 +40,18 @@ class GroupKey:
 
 
 class GroupKeys:
-    """All groups that ``overrides`` (Megatron's ``config_overrides``) can produce."""
+    """All groups that ``overrides`` (Megatron's ``config_overrides``) can produce.
 
-    def __init__(self, config: OptimizerConfig, overrides: Mapping[Any, Mapping[str, Any]] | None) -> None:
-        self._config = config
+    ``qkv_parts``: rows of queries, key and value in a group of a fused weight that Muon splits; empty: it does not.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        overrides: Mapping[Any, Mapping[str, Any]] | None,
+        qkv_parts: tuple[int, ...] = (),
+    ) -> None:
+        self._config, self._qkv_parts = config, qkv_parts
         self._overrides = dict(get_standard_config_overrides(config) if overrides is None else overrides)
         combinations: set[Overrides] = {()}
         for override in self._overrides.values():
@@ -55,6 +66,16 @@ class GroupKeys:
             if pattern.matches(parameter, name):
                 merged = _merged(dict(merged), override)
         return self._by_overrides[merged]
+
+    def matrix(self, name: str, parameter: torch.nn.Parameter, shape: Sequence[int]) -> Matrix | None:
+        """Return the matrix that Muon steps, by Megatron's choice; ``shape``: the parameter's as cut at the launch.
+
+        None: another optimizer steps it. Raises ``ValueError`` for a fused weight that has no such parts.
+        """
+        embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
+        if self._config.optimizer not in MUON or embeds or len(shape) != 2:
+            return None
+        return Matrix(shape[0], shape[1], self._qkv_parts if "linear_qkv.weight" in name else ())
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups in the form of Megatron's scheduler and checkpoints, without tensors."""

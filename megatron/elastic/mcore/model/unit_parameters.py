@@ -108,6 +108,7 @@ class UnitParameters:
             weight_decay_multiplier=key.wd_mult,
             group=key.index,
             expert=expert,
+            matrix=self._groups.matrix(name, parameter, shape),
         )
 
     def _local_name(self, unit: int, name: str) -> str:

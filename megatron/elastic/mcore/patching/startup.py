@@ -24,6 +24,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import arguments, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.args.moments import take_over_moments
+from megatron.elastic.mcore.args.muon import snapshot_line
 from megatron.elastic.mcore.args.overlap import take_over_overlap
 from megatron.elastic.mcore.checkpoint import save_queue
 from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, torch_adam
@@ -226,6 +227,7 @@ class Startup:
         self._substitute(args, config.strict_flags)
         if args.elastic:
             take_over_moments(args)
+            _say(snapshot_line(args, config), args)
         with self._faults.collecting():
             preflight.check_sources(args)
         with self._faults.collecting():

@@ -1,0 +1,40 @@
+"""Megatron's Muon as checkpoints know it: parameter groups, masters and momentum, without a step.
+
+Plain Megatron's own class needs the package emerging-optimizers; its checkpoint needs the wrapper of Megatron alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+__all__ = ["MOMENTUM", "muon_shadow"]
+
+MOMENTUM = "momentum_buffer"
+"""Name of the state of a parameter in Megatron's checkpoints."""
+
+
+class _MuonState(torch.optim.Optimizer):
+    """Parameter groups with the settings that ``TensorParallelMuon`` reads from them; it cannot step."""
+
+
+def muon_shadow(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> Any:
+    """Return Megatron's optimizer around the state of Muon; ``groups``: with parameters, in Megatron's form."""
+    settings = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
+    config = replace(config, optimizer="adam")  # as Megatron leaves it
+    inner = _MuonState(list(groups), settings)
+    if config.bf16:
+        return Float16OptimizerWithFloat16Params(inner, config, None, _begin)
+    return FP32Optimizer(inner, config, _begin)
+
+
+def _begin(inner: _MuonState, config: OptimizerConfig | None = None) -> None:
+    """Give each parameter its state, to load into."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter].setdefault(MOMENTUM, torch.zeros_like(parameter.data))
