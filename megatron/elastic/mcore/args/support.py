@@ -149,7 +149,7 @@ FEATURES: tuple[Feature, ...] = (
             "plans follow the number of samples; --step-batch-size-schedule is Megatron 0.18's and later, not run"),
     Feature("Lion", ("--optimizer",), lambda args: getattr(args, "optimizer", None) == "lion", "works", "refused",
             f"Megatron 0.17 does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
-    Feature("Muon", ("--optimizer", "--muon-tp-mode", "--muon-scalar-optimizer"),
+    Feature("Muon", ("--muon-tp-mode", "--muon-scalar-optimizer"),
             uses_muon, "works", "works",
             "that of Megatron 0.17; with --elastic copies receive state, tensor-parallel parts are stepped blockwise, "
             "and no package emerging-optimizers is needed"),
