@@ -12,6 +12,7 @@ import typing_extensions
 from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig
 
 from megatron.elastic.mcore.checkpoint.muon_state import MOMENTUM, MuonState
+from megatron.elastic.mcore.checkpoint.state_dict import with_empty_groups
 from tests.emerging import unpacked
 
 
@@ -38,3 +39,9 @@ def test_it_does_not_step() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     with pytest.raises(NotImplementedError):
         MuonState(AdamOptimizerConfig(optimizer="muon", lr=0.1), [{"params": [weight]}]).step()
+
+
+def test_masters_are_read_into_their_own_groups_where_a_stage_has_an_empty_one() -> None:
+    assert with_empty_groups([["norm"]], [[], ["a"]]) == [[], ["norm"]]
+    assert with_empty_groups([["matrix"], ["norm"]], [["a"], ["b"]]) == [["matrix"], ["norm"]]
+    assert with_empty_groups([[], ["norm"]], [[], ["a"]]) == [[], ["norm"]]
