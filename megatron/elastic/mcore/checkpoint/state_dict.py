@@ -44,9 +44,10 @@ from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
+__all__ = ["LoadedState", "OptimizerCheckpoint", "with_empty_groups", "without_holes"]
 
 _RESHARDABLE = "fully_reshardable"
+_MASTERS = "fp32_from_fp16_params"
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ class OptimizerCheckpoint:
             tensors = [state_dict["param_state"][i] for i in range(len(state_dict["param_state"]))]
             mains = [entry["param"] for entry in tensors]
         else:
+            if _MASTERS in state_dict:
+                state_dict[_MASTERS] = with_empty_groups(state_dict[_MASTERS], shadow.fp32_from_float16_groups)
             shadow.load_state_dict(state_dict)
             groups, mains = shadow.optimizer.param_groups, _main_parameters(shadow)
             tensors = [shadow.optimizer.state[main] for main in mains]
@@ -286,6 +289,17 @@ class OptimizerCheckpoint:
         if getattr(shadow, "grad_scaler", None) is not None:
             result["grad_scaler"] = shadow.grad_scaler.state_dict()
         return result
+
+
+def with_empty_groups(found: Sequence[Any], groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the masters read for each of ``groups``: a checkpoint leaves out the list of a group without parameters.
+
+    With Muon a stage in the middle has such a group: Adam steps matrices at both ends only.
+    """
+    if len(found) == len(groups):
+        return list(found)
+    rest = iter(found)
+    return [next(rest) if group else [] for group in groups]
 
 
 def _moments(place: LaunchStage) -> tuple[str, ...]:
