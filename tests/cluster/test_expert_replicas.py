@@ -134,7 +134,7 @@ def test_a_spare_takes_the_replicas_of_the_rank_that_it_replaces() -> None:
 
 @pytest.mark.slow
 def test_a_rank_leaves_as_planned() -> None:
-    found = trained("four ranks", f"steps={MADE + 12}", f"drain:ranks=2,step={MADE}")
+    found = trained("four ranks", f"steps={MADE + 12}", f"drain:rank=2,step={MADE}")
     for engine in engines(found):
         assert 2 not in engine.view.living
 
