@@ -5,14 +5,14 @@
 #   bash scripts/test.sh --all      everything, slow tests included
 #   bash scripts/test.sh -- ARGS    set up, then pytest ARGS (for one test while working on it)
 #
-# MEGATRON_ELASTIC_TEST_SECONDS bounds the run of pytest (default 2400, with --all 14400).
+# MEGATRON_ELASTIC_TEST_SECONDS bounds the run of pytest (default 3000, with --all 14400).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 elastic_env dev
 
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 MPLBACKEND=Agg
-limit="${MEGATRON_ELASTIC_TEST_SECONDS:-2400}"
+limit="${MEGATRON_ELASTIC_TEST_SECONDS:-3000}"
 selection=(-m "not slow")
 case "${1:-}" in
     "") ;;
