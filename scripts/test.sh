@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets itself up (scripts/env.sh) and runs the checks.
 #
-#   bash scripts/test.sh            lint, types, unit, integration and short chaos tests: about 20 minutes on 2 cores
+#   bash scripts/test.sh            lint, types, unit, integration and short chaos tests: about 25 minutes on 2 cores
 #   bash scripts/test.sh --all      everything, slow tests included
 #   bash scripts/test.sh -- ARGS    set up, then pytest ARGS (for one test while working on it)
 #

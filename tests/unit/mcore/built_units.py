@@ -20,9 +20,9 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.elastic.engine.compute.model_interface import Crew
+from megatron.elastic.mcore.model.expert_homes import layers_with_experts
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
 from megatron.elastic.mcore.model.tensor_cut import Sizes
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
@@ -62,10 +62,6 @@ def parameters_of(modules: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Par
     return {f"{path}.{name}": item for path, one in modules.items() for name, item in one.named_parameters()}
 
 
-def routed_layers(module: torch.nn.Module) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, MoELayer)]
-
-
 def redealt(case: Dealt) -> dict[str, Any]:
     """Give units with all experts to a crew in which this rank has fewer, and to one in which it has as many.
 
@@ -96,7 +92,7 @@ def redealt(case: Dealt) -> dict[str, Any]:
             told.clear()
             dealt, given = builder.with_experts(unit, born[path], site, training=True), born[path]
             before = parameters_of(given)
-            new, old = routed_layers(dealt[path]), routed_layers(given[path])
+            new, old = layers_with_experts(dealt[path]), layers_with_experts(given[path])
             found[f"{path}, {name}"] = {
                 "experts": [[len(one.experts.local_experts) for one in layers] for layers in (new, old)],
                 "indices": [one.local_expert_indices for one in new],

@@ -1,4 +1,4 @@
-"""The place of the launch is known by the rank's number, whoever is left of Megatron's groups meanwhile."""
+"""A rank knows its cell of the launch by its number, also while other ranks of that cell are lost."""
 
 from __future__ import annotations
 

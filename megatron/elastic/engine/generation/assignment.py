@@ -339,7 +339,7 @@ class Assignment:
 
     @cached_property
     def _state_groups(self) -> dict[Covered, Mapping[UnitShard, tuple[int, ...]]]:
-        """What :meth:`state_groups` has found: a recovery asks twice."""
+        """Results of :meth:`state_groups`, by its argument: a recovery calls it twice."""
         return {}
 
     def _grouped(self, covered: Covered) -> Mapping[UnitShard, tuple[int, ...]]:

@@ -28,6 +28,7 @@ __all__ = [
     "is_expert",
     "join_crew",
     "launch_crew",
+    "layers_with_experts",
     "number_experts",
     "route_over",
     "sent_tokens",
@@ -59,7 +60,7 @@ def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -
     """
     home, part = divmod(crew.ranks.index(rank), parts)
     groups = {"ep_group": GroupStandIn(home, len(crew.ranks) // parts), "tp_group": GroupStandIn(part, parts)}
-    for layer in _layers(module):
+    for layer in layers_with_experts(module):
         for inner in layer.experts.modules():
             for name in groups.keys() & vars(inner).keys():
                 setattr(inner, name, groups[name])
@@ -67,10 +68,10 @@ def number_experts(module: torch.nn.Module, crew: Crew, rank: int, parts: int) -
 
 def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
     """Give each layer in ``module`` these experts. ``groups``: the collection with which its modules are built."""
-    for layer in _layers(module):
+    for layer in layers_with_experts(module):
         if layer.num_local_experts != len(experts):
             config = without_references(layer.config)
-            # Megatron gives its experts this width too, after a copy in depth that takes milliseconds.
+            # Megatron gives its experts this width too, after a copy in depth.
             config.ffn_hidden_size = config.moe_ffn_hidden_size
             layer.experts = layer.submodules.experts(len(experts), config, pg_collection=groups)
             layer.num_local_experts = len(experts)
@@ -82,14 +83,14 @@ def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf)
 
     A shared expert is computed beside, not inside, the exchange.
     """
-    for layer in _layers(module):
+    for layer in layers_with_experts(module):
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
 
 
 def route_over(module: torch.nn.Module, groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Make the routers in ``module`` balance tokens over these ``groups``, by Megatron's names of them."""
-    for layer in _layers(module):
+    for layer in layers_with_experts(module):
         for name, group in groups.items():
             if hasattr(layer.router, name):
                 setattr(layer.router, name, group)
@@ -126,10 +127,11 @@ def is_expert(name: str) -> bool:
 def _dispatchers(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[int, CrewDispatcher]]:
     """Yield (unit, dispatcher) of each layer of a crew. Layers of further tokens have numbers of their own."""
     for module in modules:
-        for layer in _layers(module):
+        for layer in layers_with_experts(module):
             if isinstance(layer.token_dispatcher, CrewDispatcher) and not layer.router.is_mtp_layer:
                 yield int(layer.layer_number), layer.token_dispatcher
 
 
-def _layers(module: torch.nn.Module) -> list[Any]:
+def layers_with_experts(module: torch.nn.Module) -> list[Any]:
+    """Return the layers in ``module`` that route tokens to experts, in the order of its modules."""
     return [layer for layer in module.modules() if isinstance(layer, MoELayer)]

@@ -45,7 +45,7 @@ class RankPlaces:
         self._rank, self._sizes, self._config, self._groups = rank, sizes, config, groups
         self._launched = Position(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor)
         self._launch_mates = _adjacent(rank, sizes.tensor)
-        """The launch's tensor-parallel group. Not asked of the group: whoever is lost is left out of that meanwhile."""
+        """Ranks of the launch's tensor-parallel group. The group itself has only those that are not lost."""
         crew = launch_crew(sizes.experts, sizes.expert_homes, sizes.expert_parts, rank) if sizes.experts else None
         self.launch_crew: Crew | None = crew
         """This rank's crew as Megatron built it; ``None`` where ranks share no experts."""

@@ -16,11 +16,11 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
+from megatron.elastic.mcore.model.expert_homes import layers_with_experts
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, config_of_layer, without_references
 from megatron.elastic.mcore.model.prediction import build_prediction, final_norm_unit
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
@@ -94,14 +94,14 @@ class UnitBuilder:
         return {path: self._redealt(module, site, training) for path, module in modules.items()}
 
     def _redealt(self, module: Any, site: BuildSite, training: bool) -> Any:
-        before = _routed_layers(module)
+        before = layers_with_experts(module)
         if not before:
             return module
         assert site.place is not None, "at the launch's place a crew is the launch's"
         mine = _copied_to_experts(module)
         with _without_values(site.model, site.layers):
             site.place.deal_experts(mine, site.building)
-        for layer, old in zip(_routed_layers(mine), before, strict=True):
+        for layer, old in zip(layers_with_experts(mine), before, strict=True):
             if layer.experts is not old.experts:
                 self._finish(layer.experts, site, training)
         return mine
@@ -206,13 +206,9 @@ def copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
     return new
 
 
-def _routed_layers(module: torch.nn.Module) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, MoELayer)]
-
-
 def _copied_to_experts(module: torch.nn.Module) -> Any:
     """Return a copy of ``module`` with copies of what contains its routed layers, and of these; all else is shared."""
-    children = {name: child for name, child in module.named_children() if _routed_layers(child)}
+    children = {name: child for name, child in module.named_children() if layers_with_experts(child)}
     return copy_with(module, **{name: _copied_to_experts(child) for name, child in children.items()})
 
 
