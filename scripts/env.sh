@@ -35,7 +35,11 @@ elastic_find_python() {
             return 0
         fi
     done
-    elastic_fail "no Python >= 3.11 (Debian 12: apt install python3.11 python3.11-venv python3.11-dev), or set MEGATRON_ELASTIC_PYTHON"
+    if [[ -n "${MEGATRON_ELASTIC_PYTHON:-}" ]]; then
+        elastic_fail "MEGATRON_ELASTIC_PYTHON=$MEGATRON_ELASTIC_PYTHON is no Python >= 3.11 that can be run; give its whole path, or unset it"
+    else
+        elastic_fail "no Python >= 3.11 (Debian 12: apt install python3.11 python3.11-venv python3.11-dev), or set MEGATRON_ELASTIC_PYTHON"
+    fi
 }
 
 elastic_hash() { cat "$@" | sha256sum | cut -d' ' -f1; }

@@ -33,6 +33,20 @@ def test_scripts_install_the_torch_that_is_asked_for_or_the_pin(version: str, wa
     assert asked.strip() == (wanted or (ROOT / "requirements" / "torch.txt").read_text(encoding="utf-8").strip())
 
 
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["bash", "-c", "unset VIRTUAL_ENV; source scripts/env.sh && elastic_env"],
+        cwd=ROOT,
+        env={**os.environ, "MEGATRON_ELASTIC_VENV": str(tmp_path / "venv"), "MEGATRON_ELASTIC_PYTHON": "python3.99"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 1
+    assert made.stderr.splitlines()[-1].startswith("[env] error: MEGATRON_ELASTIC_PYTHON=python3.99 is no Python")
+    assert not (tmp_path / "venv").exists()
+
+
 def test_an_environment_in_a_new_folder_is_locked_while_it_is_made(tmp_path: Path) -> None:
     venv = tmp_path / "new" / "venv"
     made = subprocess.run(
