@@ -69,6 +69,7 @@ def experts(figures: Figures) -> str:
     """Times of the dense model and of the mixture, rates after a loss, and the share of the time that trains."""
     named = (
         ("normal step (s)", "normal_step_s"),
+        ("signal until survivors go on (s)", "recovering_s"),
         ("overhead of a loss (s)", "overhead_s"),
         ("signal until the next committed step (s)", "recover_s"),
         ("signal until the rank takes part again (s)", "absent_s"),
@@ -79,8 +80,9 @@ def experts(figures: Figures) -> str:
         (title, *(number(run[name]) if name == "normal_step_s" else spread(run[name]) for run in (dense, mixture)))
         for title, name in named
     ]
-    ratios = f"Mixture over dense: overhead {number(figures['overhead_ratio'])}, until the next committed step "
-    ratios += f"{number(figures['recover_ratio'])}. Share of the time that trains: {figures['ettr']:.4f}."
+    ratios = f"Mixture over dense: until survivors go on {number(figures['recovering_ratio'])}, overhead "
+    ratios += f"{number(figures['overhead_ratio'])}, until the next committed step {number(figures['recover_ratio'])}. "
+    ratios += f"Share of the time that trains: {figures['ettr']:.4f}."
     rates = [(crews, number(rate["kept"]), number(rate["crew_dropped"])) for crews, rate in figures["rates"].items()]
     head = ("after one loss of 8", "rate kept", "rate where the crew's replicas are dropped")
     return "\n\n".join((table(("", "dense", "mixture of experts"), rows), ratios, table(head, rates)))

@@ -58,12 +58,14 @@ def test_experts_move_until_their_load_is_even(name: str) -> None:
         assert {one.ratio for one in shown(engine).busiest} == {2.0}, "half of the positions, of four experts"
 
 
+@pytest.mark.slow
 def test_in_the_last_steps_no_expert_moves() -> None:
     for engine in trained("dp4", f"steps={2 * SPAN - 1}"):
         assert not engine.view.assignment.rehomed and imbalance(engine) == SKEWED
         assert EvenHomes(engine.context).target() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "rank"),
     [

@@ -93,6 +93,7 @@ def test_a_rank_is_lost_while_there_are_replicas_and_comes_back(policy: str, poi
         assert len(engine.view.living) == 4 and min(replicas(engine)) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
@@ -114,6 +115,7 @@ def test_a_second_loss(name: str, policy: str) -> None:
     trained(name, f"steps={MADE + 8}", kills, policy=policy)
 
 
+@pytest.mark.slow
 def test_the_last_replica_is_lost() -> None:
     """All ranks but one stay away: it has every expert."""
     kills = [f"kill:rank={rank},step={MADE + 2 * at},point=mid_backward" for at, rank in enumerate((1, 3, 2))]
@@ -142,9 +144,8 @@ def test_a_rank_leaves_as_planned() -> None:
 RESHAPES = {"two stages": "1|2|2|1|2", "two crews": "1|1|4|1|2", "cells of two": "2|1|2|1|2"}
 
 
-@pytest.mark.parametrize(
-    "to", [to if to == "two stages" else pytest.param(to, marks=pytest.mark.slow) for to in RESHAPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("to", RESHAPES)
 def test_a_reshape_ends_replicas_and_the_load_makes_new_ones(to: str) -> None:
     words = f"steps={MADE + 3 * SPAN}", f"reshape:to={RESHAPES[to]},step={MADE}"
     for engine in engines(trained("four ranks", *words, grid=True)):
@@ -178,6 +179,7 @@ QUICK = settings(
 )
 
 
+@pytest.mark.slow
 @QUICK
 @given(scripts(MADE), st.integers(0, 1000), st.sampled_from(["replicas", "lazarus"]))
 def test_any_losses_while_there_are_replicas(script: str, seed: int, policy: str) -> None:

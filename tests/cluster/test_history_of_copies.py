@@ -149,6 +149,7 @@ def verdicts(rule: Rule, folder: Path, patch: pytest.MonkeyPatch) -> list[Verdic
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_with_a_rule_no_history_shows_it(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [one for verdict in verdicts(rule, tmp_path, monkeypatch) for one in verdict.violations]

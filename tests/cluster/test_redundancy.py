@@ -100,6 +100,7 @@ def compare(pairs: range) -> Counter[str]:
     return ends
 
 
+@pytest.mark.slow
 def test_pairs_of_losses() -> None:
     ends = compare(range(50))
     assert ends["lost"] and ends["kept"] > ends["under way"], ends

@@ -252,6 +252,7 @@ def findings(rule: Rule, patch: pytest.MonkeyPatch) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_with_the_rule_every_order_of_events_ends_well(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings(rule, monkeypatch) == ""

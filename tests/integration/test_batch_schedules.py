@@ -50,6 +50,7 @@ def consumed(job: JobResult) -> list[int]:
     return [int(end) - int(begin) for begin, end in (record.fields["samples"] for record in job.of("step"))]
 
 
+@pytest.mark.slow
 def test_losses_are_megatrons_and_ranks_may_be_lost_where_the_batch_grows(tmp_path: Path) -> None:
     flags = (*GROWS, *LEFT_OUT, *LOOKS, *NO_DROPOUT, "--save", str(tmp_path / "saved"), "--save-interval", "100")
     reference = plain_losses(tmp_path, *flags[: flags.index("--save")])

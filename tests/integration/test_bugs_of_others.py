@@ -48,9 +48,10 @@ def refused_at_load(result: JobResult) -> None:
     assert not result.committed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug",
-    ["moments_of_another_optimizer", pytest.param("moments_begin_at_zero", marks=pytest.mark.slow)],
+    ["moments_of_another_optimizer", "moments_begin_at_zero"],
 )
 def test_state_that_a_load_puts_in_a_wrong_place_is_not_trained_on(tmp_path: Path, saved: Path, bug: str) -> None:
     refused_at_load(job(tmp_path, bug, "all", 2, 1, *loading(saved)))

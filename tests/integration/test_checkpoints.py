@@ -157,9 +157,8 @@ ABSENT: dict[str, tuple[int, int, int, tuple[str, ...], str, str]] = {
 """Name → ranks, tensor-parallel size, stages, flags, faults before the save, and the ranks that are lost by them."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == next(iter(ABSENT)) else pytest.param(name, marks=pytest.mark.slow) for name in ABSENT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ABSENT)
 def test_parts_of_which_no_writer_is_left_are_resumed_by_plain_megatron(tmp_path: Path, name: str) -> None:
     """All ranks of the launch that had some experts or a shard are lost for good before the save."""
     world, tensor, stages, flags, faults, lost = ABSENT[name]

@@ -131,6 +131,7 @@ def worst_difference(one: Mapping[int, float], other: Mapping[int, float]) -> fl
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", QUICK, ids=name_of)
 def test_losses_do_not_depend_on_the_layout(trained: Path, layout: tuple[int, int, int]) -> None:
     alone = losses(logs(trained, name_of(ALONE)))
@@ -177,6 +178,7 @@ def test_substitutions_are_printed_once_by_rank_0(trained: Path) -> None:
         assert flag in table
 
 
+@pytest.mark.slow
 def test_torchrun_and_our_launcher_train_alike_without_a_cpu_flag(tmp_path: Path) -> None:
     """Plain Megatron-LM, without --elastic."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -75,6 +75,7 @@ def test_policies_that_keep_the_batch_keep_the_losses(tmp_path: Path, undisturbe
     assert dict(plan) == ({"0": 16, "1": 16} if dropped else {"0": 8, "1": 16, "2": 8})
 
 
+@pytest.mark.slow
 def test_a_dropped_replica_takes_its_samples_with_it(tmp_path: Path) -> None:
     result = job(tmp_path, "torchft")
     assert result.code == 0, result.output[-4000:]
@@ -113,6 +114,7 @@ def test_what_a_policy_cannot_go_on_without_ends_the_job(tmp_path: Path, policy:
     assert f"policy {policy}" in result.output and "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_ntp_leaves_out_what_a_smaller_group_does_not_finish(tmp_path: Path) -> None:
     """TP 2 × DP 2: one rank of two computes two of its replica's four micro-batches."""
     flags = ("--elastic-policy", "ntp", "--elastic-tensor", "live-on", "--no-elastic-respawn", "--elastic-allow-inject")

@@ -54,6 +54,7 @@ def check_replicas(still: JobResult, found: JobResult, lost: set[int]) -> None:
     assert begin == same and deviation_without_loss(still, found) <= ROUNDING
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_replicas_and_a_lost_one_comes_back(tmp_path: Path) -> None:
     still = job(tmp_path / "still")
     found = job(tmp_path / "replicas", *policy("replicas"), *kill(1, MADE))

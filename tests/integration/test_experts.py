@@ -104,7 +104,7 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
 """Name → ranks, tensor-parallel size, stages, and flags."""
 LIMITS = {"exact": 0.0, "four share, zero bubble, bf16": 1e-4}
 """Largest relative deviation of a loss; 1.6e-5 was measured in bf16."""
-EACH_TIME = ("cut sequence", "whole micro-batches", "four share")
+EACH_TIME = ("cut sequence",)
 
 
 def balancing(job: JobResult) -> dict[int, list[float]]:

@@ -49,12 +49,10 @@ BESIDE_PLAIN: Mapping[str, tuple[str, ...]] = {
     "a layout of two stages": ("--pipeline-model-parallel-layout", "Ett|ttmmL"),
 }
 """Name → flags. The rate of the bias changes choices of experts within a few steps."""
-EACH_TIME = ("a bias, the head alone in its chunk",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.slow) for name in BESIDE_PLAIN]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE_PLAIN)
 def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path, name: str) -> None:
     flags = (*FURTHER, *UNTIED, *BESIDE_PLAIN[name])
     run_plain(tmp_path, [Case("pp2dp2", (1, 2, 2), flags)])

@@ -104,6 +104,7 @@ def test_a_neighbour_without_the_secret_changes_nothing(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, 2, 4.0)
 
 
+@pytest.mark.slow
 def test_a_job_on_one_node_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
     command = elastic_command(tmp_path / "events", 2, 1, 1, 100_000, *QUIET, *RARELY, "--save", str(tmp_path / "saved"))
     with RunningJob(tmp_path / "events", command) as job:

@@ -39,9 +39,8 @@ JOBS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 """Name → tensor-parallel size, stages, and flags; four ranks."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "two stages" else pytest.param(name, marks=pytest.mark.slow) for name in JOBS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
 def test_losses_are_those_of_the_undisturbed_job(tmp_path: Path, name: str) -> None:
     tensor, stages, more = JOBS[name]
     flags = (*LATENT, *DROPOUT, *TWO, *more)

@@ -82,6 +82,7 @@ def second_agent(job: Cluster, node: int, script_options: tuple[str, ...]) -> su
     )
 
 
+@pytest.mark.slow
 def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_no_other() -> None:
     with cluster(1, nodes=2, script_options=(*RARELY, *SOON)) as job:
         job.wait_members([0, 1])
@@ -96,6 +97,7 @@ def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_no_other
         assert "unreachable" not in job.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("node", "missing"), [(0, "node 1 of 2"), (1, "the first agent (node 0)")])
 def test_an_agent_says_for_whom_it_waits_again_and_again(node: int, missing: str) -> None:
     port = free_port()

@@ -51,6 +51,7 @@ def shapes(folder: Path, layers: list[dict[str, Any]]) -> tuple[str, ...]:
     return (*FLAGS, "--heterogeneous-layers-config-path", str(path))
 
 
+@pytest.mark.slow
 def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path) -> None:
     flags = shapes(tmp_path, LAYERS)
     run_plain(tmp_path, [Case("pp2dp2", (1, 2, 2), flags)])

@@ -67,12 +67,14 @@ def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeyp
         assert not os.listdir(scratch)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_group_that_waits_for_its_rank_costs_no_step(tmp_path: Path) -> None:
     """Its partner is parked; in the last case it is lost as well, in the recovery from the first loss."""
     cases = [one("tp2dp2", *case) for case in (("after_ship", 3), ("mid_update", 0), ("in_recovery_decide", 1))]
     walk(tmp_path, LAYOUTS["tp2dp2"], cases, *TWO, *PARK)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -> None:
     """Its first rank, which reads the data set, is lost too; the losses are those of the whole group."""
     cases = [one("tp2dp2", *case) for case in (("mid_backward", 1), ("mid_update", 0))]
@@ -83,6 +85,7 @@ def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -
     assert "parked" not in said
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_with_cells_of_unequal_size(tmp_path: Path) -> None:
     """Without a replica: three ranks in one stage, four in the other. Slices of the sequence become whole and back."""
     cases = [one("tp4pp2", *case) for case in (("mid_backward", 1), ("after_vote", 4))]
@@ -263,7 +266,7 @@ def test_a_node_that_wakes_up_after_it_was_given_up_does_no_harm(tmp_path: Path)
 
 
 def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
-    """Both ranks of the last stage die at once: exit code 4 and one line, no traceback."""
+    """Both ranks of the last stage die at once: exit code 4, one line and the run's summary, no traceback."""
     script = "kill:rank=2|3,step=3,point=mid_forward"
     result = elastic_job(
         tmp_path, 4, 1, 2, STEPS, "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script
@@ -271,6 +274,8 @@ def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
     assert result.code == 4, result.output[-3000:]
     assert "have no surviving copy" in result.output
     assert "Traceback" not in result.output
+    summary = result.output[result.output.index("ends with exit status 4 after") :]
+    assert "steps 1 to 2 of" in summary and "2 losses, " in summary and "goodput " in summary, summary
 
 
 @pytest.mark.slow
@@ -324,6 +329,7 @@ def test_a_loss_before_the_first_step_starts_all_ranks_anew(tmp_path: Path, nth:
     )
 
 
+@pytest.mark.slow
 def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) -> None:
     """Validation losses are those of an undisturbed run, and the checkpoint saved by the survivors is resumed.
 

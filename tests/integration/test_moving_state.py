@@ -67,6 +67,7 @@ def check_two_losses(
     assert last.fields["mirrors"] == last.fields["blocks"] > 0, "in the end either of the two that are left has it all"
 
 
+@pytest.mark.slow
 def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: Path, undisturbed: JobResult) -> None:
     steps = 40
     result = disturbed(tmp_path, FIRST, steps=steps)
@@ -91,6 +92,7 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
         assert during, "steps were committed between the first byte and the last"
 
 
+@pytest.mark.slow
 def test_a_loss_with_the_vote_that_names_the_new_copies_costs_no_step(tmp_path: Path, undisturbed: JobResult) -> None:
     """With one mirror, copies of which perhaps only rank 2 has learned that they are named.
 

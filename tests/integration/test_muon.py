@@ -38,6 +38,7 @@ def ended(result: JobResult) -> JobResult:
     return result
 
 
+@pytest.mark.slow
 def test_losses_in_two_stages_cost_no_step_and_change_no_loss(tmp_path: Path) -> None:
     whole = ended(elastic_job(tmp_path / "whole", 4, 1, 2, STEPS, *MUON))
     killed = ended(elastic_job(tmp_path / "killed", 4, 1, 2, STEPS, *MUON, *KILLS))

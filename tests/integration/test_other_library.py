@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.elastic_job import ROOT, elastic_job
 
 STEPS = 6
 QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8")
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_mathematical_library_is_no_fault(tmp_path: Path) -> None:
     """And nothing that is computed depends on it, as the other rank is the one that tells."""
     usual = elastic_job(tmp_path / "usual", 2, 1, 1, STEPS, *QUIET)

@@ -54,9 +54,8 @@ def steps(result: JobResult) -> dict[int, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "pp2dp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_and_without_overlap_training_is_alike_bit_by_bit(tmp_path: Path, layout: str) -> None:
     plain, behind = job(tmp_path / "plain", layout, STEPS), job(tmp_path / "behind", layout, STEPS, *OVERLAP)
     assert set(steps(plain)) == set(range(1, STEPS + 1))

@@ -38,7 +38,8 @@ def scales(text: str) -> list[tuple[float, int]]:
     return [(float(scale), int(skipped)) for scale, skipped in found]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
     flags, allowed = CASES[kind]
     steps = STEPS if kind == "fp16" else 4
@@ -63,9 +64,10 @@ def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
 FAULTS = "kill:rank=0,step=3,point=mid_backward;kill:rank=3,losses=1,wait=1,point=after_vote"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["bf16", pytest.param("fp16", marks=pytest.mark.slow), pytest.param("bf16 moments", marks=pytest.mark.slow)],
+    ["bf16", "fp16", "bf16 moments"],
 )
 def test_losses_in_reduced_precision_cost_no_step(tmp_path: Path, kind: str) -> None:
     """A stage's survivor is alone in its pipeline group for a while, and still converts as its own stage does."""

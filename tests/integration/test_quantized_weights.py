@@ -45,6 +45,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(done.stdout)
 
 
+@pytest.mark.slow
 def test_losses_are_plain_megatrons_also_after_a_loss(tmp_path: Path, plain: dict[int, float]) -> None:
     """The rank that is lost had quantized its weights for the step that the others compute again."""
     kill = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")

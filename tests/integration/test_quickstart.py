@@ -101,6 +101,7 @@ def test_nothing_is_left_behind(first: Outcome, corpus: Path, scratch: str) -> N
     assert processes_that_mention(str(corpus.parent)) == []
 
 
+@pytest.mark.slow
 def test_a_second_call_keeps_data_and_the_undisturbed_run(first: Outcome, corpus: Path) -> None:
     again = quickstart(corpus.parent / "out", corpus)
     assert again.status == 0, again.stderr[-4000:]

@@ -21,6 +21,7 @@ BACK = "delay:missing=1,count=0,point=between_steps,seconds=60"
 """Members wait at the next boundary until a lost rank asks to be admitted."""
 
 
+@pytest.mark.slow
 def test_losses_are_megatrons_and_lost_ranks_return(tmp_path: Path) -> None:
     case = Case("pp2dp2", (1, 2, 2), ORDER)
     run_plain(tmp_path, [case])

@@ -57,13 +57,14 @@ def same_run(reference: JobResult, other: JobResult) -> None:
     assert {r.fields["step"]: r.fields["ledger"] for r in reference.of("step")}.items() <= ledgers.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "tensor", "pipeline", "rank"),
     [
         (4, 1, 2, 3),
-        pytest.param(4, 1, 2, 0, marks=pytest.mark.slow),
-        pytest.param(8, 2, 2, 6, marks=pytest.mark.slow),
-        pytest.param(8, 1, 4, 5, marks=pytest.mark.slow),
+        (4, 1, 2, 0),
+        (8, 2, 2, 6),
+        (8, 1, 4, 5),
     ],
 )
 def test_a_damaged_replica_is_cut_anew(tmp_path: Path, world: int, tensor: int, pipeline: int, rank: int) -> None:

@@ -122,6 +122,7 @@ def test_spares_grow_the_tensor_parallel_size(tmp_path: Path) -> None:
     checked(result, tmp_path / "undisturbed", 4, 2, 2)
 
 
+@pytest.mark.slow
 def test_a_further_node_doubles_the_tensor_parallel_size(tmp_path: Path) -> None:
     """TP 2 by PP 1 on one node; a second comes, and with it TP 4; the second is lost, and the cell lives on."""
     folder = tmp_path / "events"
@@ -148,6 +149,7 @@ def test_a_further_node_doubles_the_tensor_parallel_size(tmp_path: Path) -> None
     checked(result, tmp_path / "undisturbed", 2, 2, 1)
 
 
+@pytest.mark.slow
 def test_replicas_come_to_share_the_sequence_and_back(tmp_path: Path) -> None:
     """Megatron has built this model without context parallelism. What the job cannot compute moves nothing."""
     folder = tmp_path / "events"

@@ -22,9 +22,10 @@ def misread(folder: Path, fault: str, rank: int, pipeline: int, *flags: str) -> 
     return elastic_job(folder, 2, 1, pipeline, STEPS, *flags, script=SCRIPT, environment=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "world"),
-    [(2, 1, 4), pytest.param(2, 2, 8, marks=pytest.mark.slow), pytest.param(4, 1, 8, marks=pytest.mark.slow)],
+    [(2, 1, 4), (2, 2, 8), (4, 1, 8)],
 )
 def test_a_rank_that_is_back_within_the_step_of_its_loss_changes_no_sample(
     tmp_path: Path, tensor: int, pipeline: int, world: int
@@ -54,6 +55,7 @@ def test_a_rank_that_is_back_within_the_step_of_its_loss_changes_no_sample(
     assert ledgers[0] == ledgers[1], "the same samples with the same contents"
 
 
+@pytest.mark.slow
 def test_a_stale_batch_is_refused_and_the_step_computed_from_the_right_one(tmp_path: Path) -> None:
     calm = elastic_job(tmp_path / "calm", 2, 1, 1, STEPS, *WORKERS)
     result = misread(tmp_path / "stale", "stale_batch", 1, 1, *WORKERS)

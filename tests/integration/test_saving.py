@@ -130,6 +130,7 @@ def check_cut(folder: Path, point: str, victim: str) -> None:
     assert tracked(folder / "saved") == STEPS, "begun again, and the job saved its end"
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, whole: dict[int, float]) -> None:
     """The writing thread is held for longer than a step; what it writes is of the step at which it was begun."""
     result = save_and(tmp_path, f"delay:step={CUT},point=save_writing,seconds=2")
@@ -168,6 +169,7 @@ def test_a_save_that_a_loss_made_void_leaves_nothing_in_the_next(tmp_path: Path)
         require_whole(saved / f"iter_{step:07d}")
 
 
+@pytest.mark.slow
 def test_a_loss_while_ranks_tell_how_long_a_save_took_costs_no_step(tmp_path: Path, whole: dict[int, float]) -> None:
     """Megatron gathers that beside the save: whoever waited in it for the dead ended the job."""
     job = elastic_job(

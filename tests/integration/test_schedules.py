@@ -43,9 +43,8 @@ def steps(result: JobResult) -> dict[int, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "pp4-tied" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_and_whole_backward_train_alike_bit_by_bit(tmp_path: Path, layout: str) -> None:
     whole, split = (job(tmp_path / name, layout, name) for name in ("1f1b", "zero-bubble"))
     assert set(steps(whole)) == set(range(1, STEPS + 1))

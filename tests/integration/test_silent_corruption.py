@@ -45,6 +45,7 @@ def test_a_damaged_owner_is_convicted_by_the_parameters_and_repaired(tmp_path: P
     check_repaired(tmp_path / "a", tmp_path / "b", 2, fault, 1, "master", "--elastic-verify-interval", "1")
 
 
+@pytest.mark.slow
 def test_with_one_mirror_a_damaged_mirror_cannot_be_told_from_its_owner(tmp_path: Path) -> None:
     fault = "flip:rank=1,step=4,point=after_gather,copy=mirror"
     result = flipped(tmp_path, 2, fault, "--elastic-verify-interval", "1")

@@ -116,6 +116,7 @@ def test_a_spare_takes_a_lost_place_at_once_and_the_lost_rank_is_the_next_spare(
     checked(result, tmp_path / "undisturbed", 2, 1, 1)
 
 
+@pytest.mark.slow
 def test_state_that_is_lost_ends_the_job_also_for_the_spare_that_came_in_its_place(tmp_path: Path) -> None:
     """Without mirrors a loss takes state along; the spare let in with it cannot know, and must not wait for ever."""
     command = elastic_command(

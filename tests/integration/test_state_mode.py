@@ -33,6 +33,7 @@ def killed(folder: Path, world: int, point: str, steps: int, *flags: str) -> Job
     return result
 
 
+@pytest.mark.slow
 def test_without_a_loss_both_modes_are_the_same_to_the_bit(tmp_path: Path, replaying: JobResult) -> None:
     result = elastic_job(tmp_path, 2, 1, 1, STEPS, *BATCH, *STATE)
     assert result.code == 0, result.output[-4000:]

@@ -70,18 +70,15 @@ def figure_of(printed: str, ranks: int = RANKS) -> float:
     return figure
 
 
-@pytest.mark.parametrize("program", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("program", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_program_of_torchs_own_trains_the_model_of_one_process(program: str) -> None:
     trains_the_model_of_one_process(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "point"),
-    [
-        (1, "reduction"),
-        pytest.param(0, "reduction", marks=pytest.mark.slow),
-        pytest.param(2, "barrier", marks=pytest.mark.slow),
-    ],
+    [(1, "reduction"), (0, "reduction"), (2, "barrier")],
 )
 def test_a_killed_worker_is_an_error_for_the_others_and_torchrun_starts_them_again(
     tmp_path: Path, lost: int, point: str

@@ -91,12 +91,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, folder: Path, times: int) -> None:
     monkeypatch.setenv("TIMES", str(times))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_mean_works_where_micro_batches_stay_whole(tmp_path: Path, undisturbed: JobResult) -> None:
     result = run(tmp_path, MEAN)
     assert result.code == 0, result.output[-4000:]
     assert largest_deviation(undisturbed.losses, result.losses) < 1e-6, "all tokens count here: mean of means"
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_mean_is_refused_where_tokens_have_to_be_counted(tmp_path: Path) -> None:
     result = run(tmp_path, MEAN, "--calculate-per-token-loss")
     assert result.code == 1, result.output[-4000:]
@@ -177,3 +179,4 @@ def test_an_error_that_ends_all_ranks_at_once_is_not_taken_for_lost_state(tmp_pa
     assert result.code == 5, result.output[-4000:]
     assert "step 2 fails deterministically" in result.output
     assert "InjectedFault" in result.output and "Traceback" in result.output
+    assert re.search(r"ends with exit status 5 after .*\n.*steps 1 to 1 of", result.output), result.output[-4000:]

@@ -61,6 +61,7 @@ def killed(folder: Path, model: Sequence[str], flags: Sequence[str], faults: str
     return job
 
 
+@pytest.mark.slow
 def test_losses_are_megatrons_and_ranks_may_be_lost_in_any_set(tmp_path: Path, sets: tuple[str, ...]) -> None:
     flags = several(sets)
     run_plain(tmp_path, [Case("plain", (1, 2, 2), flags)], model=sets)

@@ -94,6 +94,7 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert any("rank 3 on" in line and "SIGKILL" in line for line in text)
 
 
+@pytest.mark.slow
 def test_a_scrape_is_answered_while_a_rank_is_stopped_and_the_others_wait_for_it(tmp_path: Path) -> None:
     """With a time-out that is long enough that the stopped rank is not taken for lost meanwhile."""
     flags = (*QUIET, "--elastic-metrics", "0", "--elastic-detection-timeout", "20")

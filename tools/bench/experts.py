@@ -6,7 +6,8 @@ Two real jobs under the launcher in turn, default settings: pipeline 2, the rest
 of a stage share eight experts, of which a token takes two; an expert is half as wide as the dense model's MLP.
 Ranks of both stages are lost one after the other (``tools/bench/recovery.py``), and return.
 
-overhead    from the signal to the next committed step, less a normal step
+recovering  from the signal until the slowest survivor goes on with the step
+overhead    from the signal to the next committed step, less a normal step; the rest of that step has a rank fewer
 recover     the same with that step: the time to recover
 absent      from the signal until the first step that all ranks commit again
 returning   by how much the step in which a rank is back took longer than a normal one
@@ -121,6 +122,7 @@ def main() -> None:
             "flags": " ".join((*MODEL, *shared)),
             "dense": dense,
             "experts": experts,
+            "recovering_ratio": ratio(experts, dense, "recovering_s"),
             "overhead_ratio": ratio(experts, dense, "overhead_s"),
             "recover_ratio": ratio(experts, dense, "recover_s"),
             "rates": rates,

@@ -11,6 +11,7 @@ overhead    from the signal to the next committed step, less the median step wit
 redone      apart from it: work of the step from before the signal that was computed again
 detect      from the signal to the first survivor that reports
 phases      of the slowest survivor: decide, edit, plan, settle (and freeze, where it is told apart)
+recovering  from the signal until the slowest survivor goes on: detect and phases
 state bytes received by any rank between the two commits: new copies, beside the step; no rank waits for them
 lost steps  that some survivor knew to be committed and that were not kept
 
@@ -160,6 +161,7 @@ def figures(losses: list[Loss]) -> dict[str, object]:
         "overhead_s": median_of([loss.overhead for loss in losses]),
         "redone_s": median_of([loss.redone for loss in losses]),
         "detect_s": median_of([loss.detect for loss in losses]),
+        "recovering_s": median_of([loss.detect + sum(loss.phases.values()) for loss in losses]),
         "normal_step_s": losses[0].normal_step,
         "phases_s": {name: statistics.median(loss.phases.get(name, 0.0) for loss in losses) for name in names},
         "state_bytes_beside_the_step": max(loss.state_bytes for loss in losses),
