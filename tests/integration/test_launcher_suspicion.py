@@ -80,14 +80,11 @@ m.finish(0)
 DEATH = """
 if m.rank == 2:
     os.kill(os.getpid(), 9)
-time.sleep(0.0)
 m.suspect(2, "connection lost")
 if m.rank == 0: m.suspect(1, "nothing arrives: it waits for the dead one")
 while m.frozen() == d.generation: time.sleep(0.01)
 d = agree()
-while m.frozen() == d.generation and time.monotonic() < float("inf"):
-    time.sleep(2.0)
-    break
+time.sleep(1.0)  # longer than the grace of a suspicion, shorter than two ranks without progress are left alone
 say("still", generation=m.frozen())
 m.finish(0)
 """
@@ -141,10 +138,14 @@ def test_a_rank_that_left_with_code_0_is_a_loss_once_it_is_missed(tmp_path: Path
 
 
 def test_a_dead_peer_costs_no_healthy_one(tmp_path: Path) -> None:
+    """On a busy machine the death may become known after the grace of suspicions: a generation is then formed twice."""
     done, code = run(tmp_path, DEATH)
     assert code == 0, done.text()
-    assert all(event["lost"] == [[2, "signal SIGKILL"]] for event in done.of("decided", generation=2))
-    assert {(event["rank"], event["generation"]) for event in done.of("still")} == {(0, 2), (1, 2)}
+    after = [event for event in done.of("decided") if event["lost"]]
+    assert {event["rank"] for event in after} == {0, 1}
+    assert all((event["members"], event["lost"]) == ([0, 1], [[2, "signal SIGKILL"]]) for event in after)
+    decided = {(event["rank"], event["generation"]) for event in after}
+    assert {(event["rank"], event["generation"]) for event in done.of("still")} == decided, done.text()
 
 
 def test_workers_start_by_exec_where_a_preloaded_module_keeps_a_thread(tmp_path: Path) -> None:

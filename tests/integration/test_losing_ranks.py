@@ -301,8 +301,11 @@ def test_when_no_copy_is_left_the_job_goes_back_to_its_last_checkpoint(tmp_path:
         r"steps 4 to (\d) are computed again",
         killed.output,
     )
-    assert found is not None, killed.output[-6000:]
-    assert max(record.fields["lost_steps"] for record in killed.of("recovery")) == int(found[1]) - 3
+    lost = max(record.fields["lost_steps"] for record in killed.of("recovery"))
+    if "after_update" in script and found is None:  # the vote came so late that it named the new copies
+        assert lost == 0
+    else:
+        assert found is not None and lost == int(found[1]) - 3, killed.output[-6000:]
     assert set(killed.committed) == set(whole.committed)
     assert largest_deviation(whole.committed, killed.committed) < 1e-5
     assert "Traceback" not in killed.output
