@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with Job() as job:
         job.steps()
         screenshot(job.url, options.out / "page-before.png")
