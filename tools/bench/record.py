@@ -47,7 +47,7 @@ STANDARD = {
     "edit": Benchmark("edit", ("--ranks", "8,16,32,64")),
     "edit_of_64": Benchmark("edit", ("--ranks", "64", "--ways", "native,full,partial", "--trials", "5")),
     "recovery": Benchmark("recovery"),
-    "experts": Benchmark("experts"),
+    "experts": Benchmark("experts", ("--losses", "8")),
     "protection": Benchmark("protection"),
     "rejoin": Benchmark("rejoin", ("--trials", "21")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
