@@ -25,15 +25,26 @@ _CHECKS = ("parity", "kill", "to_plain", "from_plain")
 def table(figures: Mapping[str, Any]) -> str:
     """Return one line for each environment that was run."""
     lines = [
-        "| megatron-core | Python | torch | as plain Megatron | a kill and a rejoin | checkpoint for plain Megatron "
-        "| checkpoint of plain Megatron | checkpoint of another version, as plain Megatron resumes it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| megatron-core | Python | torch | as plain Megatron | a kill and a rejoin | kill walk "
+        "| checkpoint for plain Megatron | checkpoint of plain Megatron "
+        "| checkpoint of another version, as plain Megatron resumes it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["versions"]:
         cells = [row["megatron"], row["python"], row["torch"]]
-        cells += [_cell(row["checks"][check]) for check in _CHECKS]
+        checks = {check: _cell(row["checks"][check]) for check in _CHECKS}
+        cells += [checks["parity"], checks["kill"], _walks(row), checks["to_plain"], checks["from_plain"]]
         lines.append(f"| {' | '.join([*cells, _others(row['name'], figures)])} |")
     return "\n".join(lines)
+
+
+def _walks(row: Mapping[str, Any]) -> str:
+    """Return the kills of a row's walks, and the largest deviation of a loss."""
+    walks = row.get("walks", {}).values()
+    if not walks:
+        return "not walked"
+    kills, lost = (sum(walk[name] for walk in walks) for name in ("kills", "lost_steps"))
+    return f"{kills} kills, {lost} steps lost, within {max(walk['deviation'] for walk in walks):.0e}"
 
 
 def _others(name: str, figures: Mapping[str, Any]) -> str:

@@ -4,13 +4,16 @@
     python -m tools.versions --folder out/versions --python 3.12 --megatron 0.19.2
     python -m tools.versions --folder out/versions --torch 2.14.1 --megatron 0.17.1
     python -m tools.versions --folder out/versions --checkout ../Megatron-LM  # its own pretrain_gpt.py, unmodified
+    python -m tools.versions --folder out/versions --walk steps recovery phases  # kills alone, about 10 minutes each
 
 For each version on 4 ranks (PP 2 × DP 2, no dropout):
 
 - parity: losses under ``--elastic`` and of plain Megatron;
 - kill: the same with one rank killed, which comes back before the end: no step lost, the same losses;
 - checkpoints: plain Megatron resumes ours, we resume plain Megatron's, and each version resumes that of each other
-  one, as its plain Megatron does.
+  one, as its plain Megatron does;
+- ``--walk``, instead of these: every rank killed at every named point of these groups, in a running job with dropout
+  (``tests/integration/kill_walk.py``).
 
 The result goes to ``docs/measured/versions.json``, unless ``--record`` names another file. Rows of environments that
 this call does not name stay as they were. ``python -m tools.version_table`` writes README's table from it.
@@ -36,7 +39,7 @@ from megatron.elastic.observe.events import read_events
 from tools import training_log
 from tools.bench._common import machine
 
-__all__ = ["Environment", "Failed", "Outcome", "Run", "compared", "main", "merged"]
+__all__ = ["Environment", "Failed", "Outcome", "Run", "compared", "main", "merged", "with_walks"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ("0.17.1", "0.18.2", "0.19.2")
@@ -46,6 +49,9 @@ SETTLED = SAVED_AT + 2
 ROUNDING = 2e-6
 """Largest relative deviation of a loss, as printed with seven digits."""
 RANKS = 4
+WALKED, WALKS = "pp2dp2", ("steps", "recovery", "phases", "overlap")
+"""Layout and groups of points of the kill walk."""
+WALK_SECONDS = 3600.0
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 1
@@ -313,11 +319,41 @@ def rows_of(bench: Bench) -> dict[str, Any]:
     return {"name": bench.environment.name, **about, "checks": done}
 
 
+def walked(bench: Bench, group: str) -> dict[str, Any]:
+    """Kill each rank at each point of ``group``; raises :class:`Failed` if a step was lost or a loss differs."""
+    environment, folder = bench.environment, bench.folder / f"walk-{group}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [*bench.under, str(environment.interpreter), "-W", "ignore", "-m", "tests.integration.kill_walk", WALKED]
+    command += ["--group", group, "--folder", str(folder), "--seconds", str(WALK_SECONDS)]
+    print(f"[versions] {environment.name}: kill walk, {group}", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        command, cwd=environment.tree, env=environment.variables, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise Failed(f"kill walk, {group}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def with_walks(before: Mapping[str, Any], name: str, walks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the record with the outcome of ``walks`` (group → figures) in the row of environment ``name``."""
+    rows = [
+        {**row, "walks": {**row.get("walks", {}), **(walks if row["name"] == name else {})}}
+        for row in before["versions"]
+    ]
+    return {**before, "versions": rows}
+
+
 def merged(before: Mapping[str, Any], versions: Sequence[Any], checkpoints: Sequence[Any]) -> dict[str, Any]:
     """Return the record with new rows in place of those of the same environments, by name."""
 
     def joined(key: Callable[[Any], Any], old: Iterable[Any], new: Iterable[Any]) -> list[Any]:
-        return sorted({key(row): row for row in (*old, *new)}.values(), key=key)
+        rows: dict[Any, dict[str, Any]] = {}
+        for row in (*old, *new):
+            walks = rows.get(key(row), {}).get("walks")
+            rows[key(row)] = row if walks is None else {"walks": walks, **row}
+        return sorted(rows.values(), key=key)
 
     return {
         "versions": joined(lambda row: row["name"], before.get("versions", ()), versions),
@@ -335,6 +371,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--python", default="{}.{}".format(*sys.version_info[:2]), help="such as 3.12")
     parser.add_argument("--torch", default="", metavar="VERSION", help="such as 2.14.1; default: the pinned release")
     parser.add_argument("--checkout", type=Path, help="Megatron-LM beside us: its packages and script instead")
+    parser.add_argument(
+        "--walk", nargs="+", choices=WALKS, default=(), metavar="GROUP", help="walk kills, check nothing else"
+    )
     parser.add_argument("--under", default="", help="command in front of each job, such as 'taskset -c 0,1'")
     parser.add_argument("--seconds", type=float, default=280.0, help="a job that takes longer is ended (default: 280)")
     parser.add_argument("--record", type=Path, default=ROOT / "docs" / "measured" / "versions.json", metavar="FILE")
@@ -356,9 +395,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {environment.name} cannot be installed: {failure}", file=sys.stderr)
             return 1
         runs = folder / "runs" / environment.name
-        shutil.rmtree(runs, ignore_errors=True)
-        runs.mkdir(parents=True)
+        if not args.walk:
+            shutil.rmtree(runs, ignore_errors=True)
+        runs.mkdir(parents=True, exist_ok=True)
         benches.append(Bench(environment, runs, shlex.split(args.under), args.seconds))
+    if args.walk:
+        return _walk_all(benches, args.walk, args.record)
     versions, checkpoints = [rows_of(bench) for bench in benches], crossings(benches)
     before = json.loads(args.record.read_text(encoding="utf-8")) if args.record.is_file() else {}
     figures = merged(before, versions, checkpoints)
@@ -373,6 +415,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = [o["failure"] for o in outcomes if o["failure"] and not o["failure"].startswith("plain Megatron")]
     print("\n".join(failures) or f"{len(outcomes)} checks held", file=sys.stderr)
     return int(bool(failures))
+
+
+def _walk_all(benches: Sequence[Bench], groups: Sequence[str], record: Path) -> int:
+    """Walk the kills of every environment; 1 if one did not end well. What did is kept."""
+    failed = 0
+    for bench in benches:
+        for group in groups:
+            try:
+                walks = {group: walked(bench, group)}
+            except Failed as failure:
+                failed = 1
+                print(f"{bench.environment.name}: {failure}", file=sys.stderr)
+                continue
+            kept = with_walks(json.loads(record.read_text(encoding="utf-8")), bench.environment.name, walks)
+            record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return failed
 
 
 if __name__ == "__main__":
