@@ -156,7 +156,7 @@ def test_state_has_the_bits_of_the_undisturbed_run(point: str, second: str) -> N
 
 
 @pytest.mark.parametrize("point", RECOVERY)
-@pytest.mark.parametrize("layout", ["tp4pp2dp1", "tp4dp2"])
+@pytest.mark.parametrize("layout", ["tp4pp2dp1", pytest.param("tp4dp2", marks=pytest.mark.slow)])
 def test_a_second_rank_of_the_cell_is_lost_in_the_recovery(layout: str, point: str) -> None:
     """Four ranks, three, two."""
     first = "kill:rank=5,step=2,point=after_reduce"

@@ -131,7 +131,6 @@ def worst_difference(one: Mapping[int, float], other: Mapping[int, float]) -> fl
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", QUICK, ids=name_of)
 def test_losses_do_not_depend_on_the_layout(trained: Path, layout: tuple[int, int, int]) -> None:
     alone = losses(logs(trained, name_of(ALONE)))

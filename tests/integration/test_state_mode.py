@@ -40,6 +40,7 @@ def test_without_a_loss_both_modes_are_the_same_to_the_bit(tmp_path: Path, repla
     assert result.committed == replaying.committed
 
 
+@pytest.mark.slow
 def test_an_owner_lost_before_its_mirror_followed_costs_one_step_computed_again(
     tmp_path: Path, replaying: JobResult
 ) -> None:
