@@ -31,9 +31,8 @@ def table(figures: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["versions"]:
-        cells = [row["megatron"], row["python"], row["torch"]]
-        checks = {check: _cell(row["checks"][check]) for check in _CHECKS}
-        cells += [checks["parity"], checks["kill"], _walks(row), checks["to_plain"], checks["from_plain"]]
+        parity, kill, to_plain, from_plain = (_cell(row["checks"][check]) for check in _CHECKS)
+        cells = [row["megatron"], row["python"], row["torch"], parity, kill, _walks(row), to_plain, from_plain]
         lines.append(f"| {' | '.join([*cells, _others(row['name'], figures)])} |")
     return "\n".join(lines)
 

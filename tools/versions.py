@@ -4,7 +4,7 @@
     python -m tools.versions --folder out/versions --python 3.12 --megatron 0.19.2
     python -m tools.versions --folder out/versions --torch 2.14.1 --megatron 0.17.1
     python -m tools.versions --folder out/versions --checkout ../Megatron-LM  # its own pretrain_gpt.py, unmodified
-    python -m tools.versions --folder out/versions --walk steps recovery phases  # kills alone, about 10 minutes each
+    python -m tools.versions --folder out/versions --walk steps recovery phases  # kills alone
 
 For each version on 4 ranks (PP 2 × DP 2, no dropout):
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -337,12 +338,15 @@ def walked(bench: Bench, group: str) -> dict[str, Any]:
 
 
 def with_walks(before: Mapping[str, Any], name: str, walks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record with the outcome of ``walks`` (group → figures) in the row of environment ``name``."""
-    rows = [
-        {**row, "walks": {**row.get("walks", {}), **(walks if row["name"] == name else {})}}
-        for row in before["versions"]
-    ]
-    return {**before, "versions": rows}
+    """Return the record with the outcome of ``walks`` (group → figures) in the row of environment ``name``.
+
+    Raises :class:`Failed` if there is no such row.
+    """
+    rows = {row["name"]: row for row in before["versions"]}
+    if name not in rows:
+        raise Failed("its checks are not on record: run it without --walk first")
+    rows[name] = {**rows[name], "walks": {**rows[name].get("walks", {}), **walks}}
+    return {**before, "versions": list(rows.values())}
 
 
 def merged(before: Mapping[str, Any], versions: Sequence[Any], checkpoints: Sequence[Any]) -> dict[str, Any]:
@@ -420,15 +424,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _walk_all(benches: Sequence[Bench], groups: Sequence[str], record: Path) -> int:
     """Walk the kills of every environment; 1 if one did not end well. What did is kept."""
     failed = 0
-    for bench in benches:
-        for group in groups:
-            try:
-                walks = {group: walked(bench, group)}
-            except Failed as failure:
-                failed = 1
-                print(f"{bench.environment.name}: {failure}", file=sys.stderr)
-                continue
-            kept = with_walks(json.loads(record.read_text(encoding="utf-8")), bench.environment.name, walks)
+    for bench, group in itertools.product(benches, groups):
+        name, before = bench.environment.name, json.loads(record.read_text(encoding="utf-8"))
+        try:
+            with_walks(before, name, {})  # raises before the walk, not after it
+            kept = with_walks(before, name, {group: walked(bench, group)})
+        except Failed as failure:
+            failed = 1
+            print(f"{name}: {failure}", file=sys.stderr)
+        else:
             record.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return failed
 

@@ -117,6 +117,24 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         logs.close()
 
 
+def launchers(folder: Path) -> dict[int, int]:
+    """Task number → process of its launcher, of the job that names ``folder`` in its command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                agent = (entry / "comm").read_text() == "elastic-agent\n"
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = any(str(folder).encode() in word for word in words)
+            if mine and agent:
+                task = next(v for v in variables if v.startswith(b"SLURM_PROCID="))
+                found[int(task.split(b"=")[1])] = int(entry.name)
+    return found
+
+
 def _end_all_jobs(environment: Mapping[str, str]) -> None:
     """Kill the steps of a test that failed: they outlive the daemons and their srun."""
     end = time.monotonic() + 10

@@ -84,7 +84,7 @@ m.suspect(2, "connection lost")
 if m.rank == 0: m.suspect(1, "nothing arrives: it waits for the dead one")
 while m.frozen() == d.generation: time.sleep(0.01)
 d = agree()
-time.sleep(1.0)  # longer than the grace of a suspicion, shorter than two ranks without progress are left alone
+time.sleep(1.0)  # longer than the grace of a suspicion
 say("still", generation=m.frozen())
 m.finish(0)
 """

@@ -17,7 +17,7 @@ import pytest
 
 from tests.integration.elastic_job import ROOT, RunningJob, elastic_command, environment_of
 from tests.integration.ports import free_port
-from tests.integration.slurm_cluster import Cluster, cluster, why_not
+from tests.integration.slurm_cluster import Cluster, cluster, launchers, why_not
 from tests.integration.test_leaving import QUIET, RARELY, children, iteration_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")]
@@ -44,29 +44,11 @@ def under_srun(up: Cluster, folder: Path, *flags: str) -> RunningJob:
     return RunningJob(folder / "events", srun, environ=up.environment, named=False)
 
 
-def launchers(job: RunningJob) -> dict[int, int]:
-    """Task number → process of its launcher."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                agent = (entry / "comm").read_text() == "elastic-agent\n"
-                variables = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            mine = any(str(job.folder).encode() in word for word in words)
-            if mine and agent:
-                task = next(v for v in variables if v.startswith(b"SLURM_PROCID="))
-                found[int(task.split(b"=")[1])] = int(entry.name)
-    return found
-
-
 def test_a_worker_and_then_a_whole_task_are_lost_and_the_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     with cluster(tmp_path / "slurm", environment_of()) as up, under_srun(up, tmp_path) as job:
         job.wait_for(r"iteration +2/")
-        tasks = launchers(job)
+        tasks = launchers(job.folder)
         assert set(tasks) == {0, 1}
         (worker,) = [pid for parent in children(tasks[1]) for pid in children(parent)]
         os.kill(worker, signal.SIGKILL)

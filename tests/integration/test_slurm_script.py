@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import ROOT, elastic_command, environment_of
 from tests.integration.etcd_server import etcd_server
 from tests.integration.ports import free_port
-from tests.integration.slurm_cluster import Cluster, cluster, why_not
+from tests.integration.slurm_cluster import Cluster, cluster, launchers, why_not
 from tests.integration.test_leaving import ANY_SCHEDULE, QUIET, RARELY, iteration_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")]
@@ -37,13 +38,13 @@ exec {before} "${{NODE_ARGS[@]}}" {after} --train-iters "$(cat iterations)"
 class Batch:
     """The job of the script under way. Killed with its cluster when the block ends."""
 
-    def __init__(self, up: Cluster, folder: Path, *flags: str) -> None:
+    def __init__(self, up: Cluster, folder: Path) -> None:
         self._up, self.folder = up, folder
         scripts = folder / "scripts"
-        scripts.mkdir()
+        scripts.mkdir(parents=True)
         self.saved = folder / "checkpoints" / "saved"
         saving = (*RARELY, *ANY_SCHEDULE, "--save", str(self.saved), "--load", str(self.saved))
-        plain = elastic_command(folder / "events", 1, 1, 1, FOR_EVER, *QUIET, *saving, *flags)
+        plain = elastic_command(folder / "events", 1, 1, 1, FOR_EVER, *QUIET, *saving)
         at = plain.index("--nproc-per-node")
         words = {"root": shlex.quote(str(ROOT)), "before": shlex.join(plain[:at]), "after": shlex.join(plain[at:])}
         (scripts / "pretrain_gpt_cuda.sh").write_text(ON_EACH_NODE.format(**words))
@@ -90,24 +91,8 @@ def up(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-def launcher_of(batch: Batch, node: int) -> int:
-    """The launcher's process on a node."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                mine = str(batch.folder).encode() in (entry / "cmdline").read_bytes()
-                agent = (entry / "comm").read_text() == "elastic-agent\n"
-                there = f"SLURM_NODEID={node}".encode() in (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if mine and agent and there:
-                return int(entry.name)
-    raise AssertionError(f"no launcher on node {node}\n{batch.output[-4000:]}")
-
-
 @pytest.mark.timeout(900)
 def test_a_notice_drains_the_job_and_it_goes_on_when_it_is_queued_again(tmp_path: Path, up: Cluster) -> None:
-    (tmp_path / "submit").mkdir()
     up.environment["MASTER_PORT"] = str(free_port())
     batch = Batch(up, tmp_path / "submit")
     batch.wait_for(r"iteration +3/")
@@ -126,12 +111,11 @@ def test_a_notice_drains_the_job_and_it_goes_on_when_it_is_queued_again(tmp_path
 
 @pytest.mark.timeout(900)
 def test_with_etcd_the_job_goes_on_without_its_first_node(tmp_path: Path, up: Cluster) -> None:
-    (tmp_path / "submit").mkdir()
     with etcd_server(tmp_path / "etcd") as store:
         up.environment["ETCD_ENDPOINT"] = store.endpoint
         batch = Batch(up, tmp_path / "submit")
         batch.wait_for(r"iteration +3/")
-        os.kill(launcher_of(batch, 0), signal.SIGKILL)
+        os.kill(launchers(batch.folder)[0], signal.SIGKILL)
         lost = batch.wait_for(r"recovered at generation").end()
         step = int(batch.wait_for(r"iteration +(\d+)/", lost).group(1))
         batch.wait_for(rf"iteration +{step + 3}/", lost)
@@ -139,4 +123,6 @@ def test_with_etcd_the_job_goes_on_without_its_first_node(tmp_path: Path, up: Cl
         up.run("scancel", "--signal=TERM", batch.number)
         at = int(batch.wait_for(r"drained at iteration (\d+)", lost).group(1))
         assert iteration_saved(batch.saved) == at
+        committed = {record.fields["step"] for record in read_events(batch.folder / "events") if record.kind == "step"}
+        assert committed == set(range(1, at + 1)), "every step is committed"
         batch.wait_until("PENDING")  # drained: queued again, although the first node's launcher was killed

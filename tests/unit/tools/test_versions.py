@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.versions import ROOT, Environment, Run, compared, merged, with_walks
+from tools.versions import ROOT, Environment, Failed, Run, compared, merged, with_walks
 
 
 def test_another_torch_has_an_environment_a_tree_and_a_row_of_its_own(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_walks_are_kept_in_the_row_of_their_environment_also_when_it_is_checked_
     one = with_walks(before, "b", {"steps": walks["steps"]})
     both = with_walks(one, "b", {"recovery": walks["recovery"]})
     rows = merged(both, [{"name": "b", "torch": "2"}], [])["versions"]
-    assert rows == [{"name": "a", "torch": "1", "walks": {}}, {"name": "b", "torch": "2", "walks": walks}]
+    assert rows == [{"name": "a", "torch": "1"}, {"name": "b", "torch": "2", "walks": walks}]
+    with pytest.raises(Failed, match="not on record"):
+        with_walks(before, "c", walks)
 
 
 def test_losses_that_differ_or_are_missing_do_not_hold() -> None:
