@@ -3,7 +3,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 
 #include "../reduce.hpp"
 #include "../side_channel.hpp"

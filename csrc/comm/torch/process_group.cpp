@@ -10,15 +10,6 @@ namespace {
 using WorkPtr = ElasticProcessGroup::WorkPtr;
 using Tensors = ElasticProcessGroup::Tensors;
 
-const at::Tensor& single(const Tensors& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
-void expect(bool condition, const char* what) {
-  TORCH_CHECK_VALUE(condition, "elastic: ", what);
-}
-
 }  // namespace
 
 ElasticProcessGroup::ElasticProcessGroup(std::shared_ptr<Hub> hub, GroupPtr group, bool slot_space, double timeout)

@@ -10,15 +10,6 @@ namespace {
 using WorkPtr = ElasticProcessGroup::WorkPtr;
 using Tensors = ElasticProcessGroup::Tensors;
 
-void expect(bool condition, const char* what) {
-  TORCH_CHECK_VALUE(condition, "elastic: ", what);
-}
-
-const at::Tensor& single(const Tensors& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
-  return tensors[0];
-}
-
 void copy_bytes(const Part& to, const at::Tensor& from) {
   const char* at = static_cast<const char*>(from.data_ptr());
   for (const Span& s : to) {

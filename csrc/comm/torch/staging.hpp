@@ -6,6 +6,8 @@
 
 #include <ATen/ATen.h>
 
+#include <vector>
+
 #include "../dtype.hpp"
 #include "../operation.hpp"
 
@@ -19,6 +21,17 @@ inline size_t bytes_of(const at::Tensor& t) {
 
 inline Span span_of(const at::Tensor& flat) {
   return {static_cast<char*>(flat.data_ptr()), bytes_of(flat)};
+}
+
+// Raises ValueError with `what` unless `condition` holds.
+inline void expect(bool condition, const char* what) {
+  TORCH_CHECK_VALUE(condition, "elastic: ", what);
+}
+
+// The one tensor that an operation of c10d gets in a list.
+inline const at::Tensor& single(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
+  return tensors[0];
 }
 
 // The input: `t` itself or a contiguous copy in host memory.
