@@ -104,7 +104,7 @@ def test_replicated_parameters_count_once_whatever_the_tensor_parallel_size(layo
             assert math.isclose(result.grad_norm, wanted.grad_norm, rel_tol=1e-5), step
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2, 3))])
 @pytest.mark.parametrize("formed", ["one rank less", "three and one"])
 def test_a_rank_is_lost_and_comes_back_while_cells_are_formed(formed: str, victim: int) -> None:
     """A cell of two launch shards goes on alone; the newcomer takes the lost rank's place in its cell.

@@ -81,7 +81,7 @@ def test_lazarus_has_two_replicas_of_each_expert(more: int) -> None:
 @pytest.mark.parametrize(
     ("policy", "point", "rank"),
     [
-        pytest.param(policy, point, rank, marks=() if at == 33 else pytest.mark.slow)
+        pytest.param(policy, point, rank, marks=pytest.mark.slow)
         for at, (policy, point, rank) in enumerate(
             (policy, point, rank) for policy in ("replicas", "lazarus") for point in STEP_POINTS for rank in range(4)
         )

@@ -73,7 +73,7 @@ def loses_a_rank(layout: str, point: str, rank: int, back: str, program: Program
         assert sizes(plans[-1]) == CELLS[layout]
 
 
-@pytest.mark.parametrize(("layout", "point", "rank", "back"), SAMPLE)
+@pytest.mark.parametrize(("layout", "point", "rank", "back"), SAMPLE[::5])
 def test_a_cell_goes_on_with_a_rank_less(layout: str, point: str, rank: int, back: str) -> None:
     loses_a_rank(layout, point, rank, back)
 
@@ -93,7 +93,7 @@ def test_cells_that_cut_the_sequence_pass_it_to_cells_that_do_not(layout: str, r
 SHARED = Program(parts=True)
 
 
-@pytest.mark.parametrize(("layout", "point", "rank", "back"), SAMPLE[::5])
+@pytest.mark.parametrize(("layout", "point", "rank", "back"), SAMPLE[::7])
 def test_a_cell_that_shares_the_sequence_goes_on_with_a_part_less(
     layout: str, point: str, rank: int, back: str
 ) -> None:
@@ -140,7 +140,7 @@ def masters(cluster: Cluster) -> dict[BlockKey, torch.Tensor]:
     return {block.key: engine.tools.pool.get(block.key).state for engine in engines for block in engine.view.owned}
 
 
-@pytest.mark.parametrize("second", ["", "kill:rank=2,point=in_recovery_edit"])
+@pytest.mark.parametrize("second", ["", pytest.param("kill:rank=2,point=in_recovery_edit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", COMMITTED)
 def test_state_has_the_bits_of_the_undisturbed_run(point: str, second: str) -> None:
     """The last step is committed before the loss: the survivors finish it, and form no sum anew."""

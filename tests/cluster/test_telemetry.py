@@ -111,6 +111,7 @@ NEVER_IN_A_CLUSTER = {"checkpoint", "reform", "rolled forward"}
 """There is no checkpoint and no broken link, and no rank is a whole step behind."""
 
 
+@pytest.mark.slow
 def test_reasons_outcomes_and_phases_are_those_that_the_docstrings_name(tmp_path: Path) -> None:
     reasons, outcomes, phases = set[str](), set[str](), set[tuple[str, ...]]()
     for number, text in enumerate(CHANGES):

@@ -52,12 +52,10 @@ MODELS: dict[str, tuple[int, int, tuple[str, ...], float]] = {
 """Name → ranks of a group, stages, flags, and the largest relative deviation: sums over fewer ranks are rounded in
 another order. Of groups of two there are two, of groups of four one a stage."""
 GOES_ON = {2: ("rank 0 goes on", "rank 3 goes on"), 4: ("ranks {0,2,3} go on", "ranks {0,3} go on")}
-DEFAULT = (UNEVEN,)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_losses_are_those_of_whole_groups(tmp_path: Path, name: str) -> None:
     tensor, stages, flags, allowed = MODELS[name]
     world, settings = max(4, tensor * stages), (*DROPOUT, *flags)

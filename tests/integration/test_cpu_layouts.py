@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (1, 4, 2)]
@@ -120,7 +121,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained_wide(trained: Path) -> Path:
-    """The same folder, with the logs of the layouts of the slow tests."""
+    """The same folder, with the logs of the widest layouts."""
     run_all(trained, [continued(each, ["--load", str(trained / "common"), *TRAIN]) for each in SLOW])
     return trained
 
@@ -137,7 +138,6 @@ def test_losses_do_not_depend_on_the_layout(trained: Path, layout: tuple[int, in
     assert worst_difference(alone, losses(logs(trained, name_of(layout)))) < FP32_ROUNDING
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", SLOW, ids=name_of)
 def test_nor_do_they_on_a_wider_one(trained_wide: Path, layout: tuple[int, int, int]) -> None:
     alone = losses(logs(trained_wide, name_of(ALONE)))
@@ -177,7 +177,6 @@ def test_substitutions_are_printed_once_by_rank_0(trained: Path) -> None:
         assert flag in table
 
 
-@pytest.mark.slow
 def test_torchrun_and_our_launcher_train_alike_without_a_cpu_flag(tmp_path: Path) -> None:
     """Plain Megatron-LM, without --elastic."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -83,10 +83,12 @@ def run_plain(folder: Path, cases: Sequence[Case], model: Sequence[str] = MODEL)
 
 QUICK = (
     Case("pp2dp2-untied-recompute-clip", (1, 2, 2), (*UNTIED, *RECOMPUTE, "--clip-grad", "0.5", "--eod-mask-loss")),
-    Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("dp4-tied", (1, 1, 4)),
     Case("pp2-interleaved", (1, 2, 1), CHUNKS),
     Case("tp2dp2-experts", (2, 1, 2), (*EXPERTS, "--sequence-parallel")),
+)
+FURTHER = (
+    Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("pp2dp2-experts-shared", (1, 2, 2), (*EXPERTS, *SHARED)),
     Case("pp2dp2-experts-per-token", (1, 2, 2), (*EXPERTS, *PER_TOKEN, "--eod-mask-loss")),
 )
@@ -100,8 +102,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, case: Case) -> None:
+def compare(plain: Path, tmp_path: Path, case: Case) -> None:
     result = case.elastic(tmp_path)
     reference = losses(logs(plain, case.name))
     assert len(reference) == STEPS
@@ -109,6 +110,18 @@ def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, case: Case)
     theirs, ours = gradient_norms(logs(plain, case.name)), list(result.norms.values())
     assert all(abs(float(a) - b) <= 1.01e-3 for a, b in zip(theirs, ours, strict=True)), (theirs, ours)
     assert balancing(result.output) == pytest.approx(balancing(logs(plain, case.name)), rel=ROUNDING)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, case: Case) -> None:
+    compare(plain, tmp_path, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
+def test_losses_and_norms_are_megatrons_with_further_flags(tmp_path: Path, case: Case) -> None:
+    run_plain(tmp_path, [case])
+    compare(tmp_path, tmp_path / "elastic", case)
 
 
 def balancing(text: str) -> list[float]:

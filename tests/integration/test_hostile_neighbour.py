@@ -100,6 +100,7 @@ def check_undisturbed(folder: Path, ranks: int, seconds: float) -> None:
     assert [disturbed.committed[step] for step in compared] == [alone.committed[step] for step in compared]
 
 
+@pytest.mark.slow
 def test_a_neighbour_without_the_secret_changes_nothing(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, 2, 4.0)
 

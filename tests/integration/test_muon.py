@@ -49,7 +49,8 @@ def test_losses_in_two_stages_cost_no_step_and_change_no_loss(tmp_path: Path) ->
     assert largest_deviation(whole.committed, killed.committed) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_losses_are_plain_megatrons(tmp_path: Path, kind: str) -> None:
     flags = (*MUON, *(("--bf16",) if kind == "bf16" else ()), "--train-iters", "6")
     plain, text = plain_losses(tmp_path, 2, *flags)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
+import pytest
+
 from tests.integration.elastic_job import RunningJob, elastic_command
 from tests.integration.ports import free_port
 from tests.unit.launch.test_notices import service
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_node_that_will_be_taken_away_leave(tmp_path: Path) -> None:
     run_id, port, notice = uuid.uuid4().hex[:12], str(free_port()), list[str]()
 

@@ -12,7 +12,7 @@ from tests.integration.elastic_job import ROOT, environment_of
 from tests.scenario.in_job import play
 from tests.scenario.named import NAMED, Named
 
-EACH_TIME = (2, 8)
+EACH_TIME = (2,)
 """Rules whose scenario runs in each round of tests: a committed step is finished, a vote is taken again."""
 
 

@@ -99,6 +99,7 @@ def generations(result: JobResult) -> list[tuple[tuple[int, ...], tuple[int, ...
     return [change for number, change in sorted(found.items()) if number > 1]
 
 
+@pytest.mark.slow
 def test_a_spare_takes_a_lost_place_at_once_and_the_lost_rank_is_the_next_spare(tmp_path: Path) -> None:
     command = elastic_command(tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1")
     with RunningJob(tmp_path / "spared", command, SECONDS) as job:

@@ -116,7 +116,8 @@ def on_device(*flags: str) -> tuple[str, ...]:
     return (*DROPOUT, "--elastic-state", "device", *flags)
 
 
-@pytest.mark.parametrize("precision", [(), pytest.param(("--bf16",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [(), ("--bf16",)])
 def test_owners_in_device_memory_train_with_the_bits_of_owners_in_host_memory(
     tmp_path: Path, precision: tuple[str, ...]
 ) -> None:

@@ -167,7 +167,7 @@ if sys.argv[1] == "destroyed":
 """
 
 
-@pytest.mark.parametrize("how", ["destroyed", "left"])
+@pytest.mark.parametrize("how", ["destroyed", pytest.param("left", marks=pytest.mark.slow)])
 def test_neither_a_thread_nor_a_replaced_function_outlives_the_group(tmp_path: Path, how: str) -> None:
     """A collective is still under way at the end.
 
@@ -194,6 +194,7 @@ print("done\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_program_makes_its_group_again_and_again(tmp_path: Path) -> None:
     """Though some ranks destroy it later than others make the next."""
     (tmp_path / "again.py").write_text(AGAIN)

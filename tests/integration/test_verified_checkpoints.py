@@ -67,6 +67,7 @@ def error_of(job: JobResult) -> str:
     return errors[0]
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_that_verifies_is_loaded_and_each_other_is_named(
     tmp_path: Path, written: tuple[Path, JobResult]
 ) -> None:

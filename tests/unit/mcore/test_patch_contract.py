@@ -28,6 +28,8 @@ from megatron.elastic.mcore.patching.releases import PATCHED, TESTED, TESTED_TOR
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((Path(__file__).parent / "megatron_signatures.json").read_text())
+EACH = [pytest.param(one, marks=() if one == VERSIONS[0] else pytest.mark.slow) for one in VERSIONS]
+"""The oldest release in each run of the tests, the others in long ones."""
 
 LIST_TABLE = """
 import json, inspect
@@ -62,7 +64,7 @@ def wheel(version: str) -> Wheel:
         pytest.skip(f"the release cannot be downloaded here: {error}")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", EACH)
 def test_every_patched_name_is_there_with_the_shape_on_record(version: str) -> None:
     found = shapes(wheel(version), table()["expected"][version])
     seen = {
@@ -74,7 +76,7 @@ def test_every_patched_name_is_there_with_the_shape_on_record(version: str) -> N
     assert seen == RECORD[version], again
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", EACH)
 def test_replacements_read_only_arguments_the_release_has(version: str) -> None:
     replaced = table()["expected"][version]
     for symbol, _, names in table()["reads"]:
@@ -83,7 +85,7 @@ def test_replacements_read_only_arguments_the_release_has(version: str) -> None:
             assert not missing, f"{symbol} in {version} has no parameter {sorted(missing)}"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", EACH)
 def test_every_import_that_fails_without_a_gpu_or_on_an_older_python_has_a_row(version: str) -> None:
     rows = {(row.importer, row.imported) for row in absent_imports.ROWS if in_range(version, row.versions)}
     assert absent_imports_of(wheel(version)) == rows

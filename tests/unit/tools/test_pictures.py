@@ -14,7 +14,9 @@ from tools.pictures.packages import direct, imports, layers
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "recovery" else ()) for name in PICTURES]
+)
 def test_a_picture_is_the_one_that_the_code_gives_now(name: str) -> None:
     drawn = PICTURES[name]()
     ElementTree.fromstring(drawn)

@@ -33,6 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_built_and_needs_no_other_server(site: Path) -> None:
     built = {
         path.relative_to(site).with_suffix("").as_posix().removeprefix("api/"): path for path in site.rglob("*.html")
@@ -46,6 +47,7 @@ def test_every_page_is_built_and_needs_no_other_server(site: Path) -> None:
         assert loaded == [], path
 
 
+@pytest.mark.slow
 def test_every_public_name_has_its_place_in_the_api(site: Path) -> None:
     anchors = {
         name for path in (site / "api").glob("*.html") for name in re.findall(r'id="([^"]+)"', path.read_text("utf-8"))
@@ -149,6 +151,7 @@ def test_numbers_of_sections_become_links_in_texts_only() -> None:
     assert sections_linked(html, there) == html.replace("(§3.5,", '(<a href="#35-recovery">§3.5</a>,')
 
 
+@pytest.mark.slow
 def test_every_section_that_the_design_cites_is_a_link(site: Path) -> None:
     html = (site / "design.html").read_text(encoding="utf-8")
     article = html[html.index("<article") : html.index("</article>")]

@@ -83,7 +83,7 @@ run_tests(cases, chosen.into)
 """
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_failed_test_is_repeated_alone_and_told_apart(tmp_path: Path, kept: bool) -> None:
     (tmp_path / "flaky_suite.py").write_text(FLAKY.format(folder=str(tmp_path)))
     lines = tmp_path / "kept" / "lines" if kept else None
