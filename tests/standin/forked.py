@@ -1,9 +1,9 @@
-"""Runs each check of a module in a process of its own that has the stand-in devices, and collects how each ended.
+"""Runs each check of some modules in a process of its own that has the stand-in devices, and collects how each ended.
 
-    python -m tests.standin.forked MODULE OUT
+    python -m tests.standin.forked OUT MODULE...
 
-A check is a function ``check_*`` of the module; if it takes an argument, that is a folder of its own. The process
-imports torch and the module once and forks for each check before any device is used, so a check may set the devices
+A check is a function ``check_*`` of a module; if it takes an argument, that is a folder of its own. The process
+imports torch and the modules once and forks for each check before any device is used, so a check may set the devices
 up, and may end its process.
 """
 
@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = ["results"]
@@ -45,25 +45,25 @@ def run_forked(check: Callable[..., None]) -> Outcome:
         return status, errors.read().decode(errors="replace")
 
 
-def results(module: str, out: Path) -> dict[str, Outcome]:
-    """Run this file for ``module`` and return check → outcome."""
+def results(modules: Sequence[str], out: Path) -> dict[str, Outcome]:
+    """Run this file for ``modules``, whose checks have different names, and return check → outcome."""
     import subprocess
 
     from tests.standin.library import ROOT, build
 
     build()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", __name__, module, str(out)], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", __name__, str(out), *modules], env=environment, check=True, timeout=600)
     return {name: (status, text) for name, (status, text) in json.loads(out.read_text()).items()}
 
 
-def main(module: str, out: str) -> None:
+def main(out: str, *modules: str) -> None:
     """See the module docstring."""
     from tests.standin.device import register
 
-    found = vars(importlib.import_module(module))
+    found = [item for module in modules for item in vars(importlib.import_module(module)).items()]
     register()
-    outcomes = {name: run_forked(check) for name, check in found.items() if name.startswith("check_")}
+    outcomes = {name: run_forked(check) for name, check in found if name.startswith("check_")}
     Path(out).write_text(json.dumps(outcomes))
 
 
