@@ -230,7 +230,7 @@ class ElasticConfig:
     long; 'replicas' where one expert has more tokens than a mean rank."""
 
     expert_replicas: int = 1
-    """How many experts of each layer beyond its share a rank may have, with --elastic-expert-balance replicas or
+    """Number of experts of each layer that a rank may have beyond its share, with --elastic-expert-balance replicas or
     lazarus. Each takes the memory of its parameters and gradients; optimizer state does not grow. Raise it where the
     busiest rank stays far above the mean. Lazarus needs as many as a rank's share to have each expert on two ranks."""
 
@@ -391,7 +391,7 @@ class ElasticConfig:
 
     @property
     def replicas_of_a_rank(self) -> int:
-        """How many experts of a layer beyond its share a rank may have; 0: the policy makes no replicas."""
+        """Number of experts of a layer that a rank may have beyond its share; 0: the policy makes no replicas."""
         return self.expert_replicas if self.expert_balance in ("replicas", "lazarus") else 0
 
     @property

@@ -30,3 +30,7 @@ def test_claim(outcomes: dict[str, Outcome], name: str) -> None:
         assert status == -signal.SIGSEGV and "the host touched memory of device" in text, text
     else:
         assert status == 0, text
+
+
+def test_no_check_hides_another_of_its_name() -> None:
+    assert len(CHECKS) == len({name for _, name in CHECKS})

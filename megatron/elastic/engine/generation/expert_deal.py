@@ -30,7 +30,7 @@ class ExpertDeal:
     cell: int
     """Number of ranks of a cell."""
     replicas: int = 0
-    """How many experts beyond its share a rank may have: replicas of those that other ranks have."""
+    """Number of experts that a rank may have beyond its share: replicas of those that other ranks have."""
 
     def over(self, homes: int, cell: int) -> ExpertDeal:
         """Return the deal of the same experts into ``homes`` sets over cells of ``cell`` ranks; this one: the launch's.

@@ -51,7 +51,7 @@ class LaunchTopology:
     context: int = 1
     """Number of parts of the sequence in a cell: Megatron's context-parallel size."""
     expert_replicas: int = 0
-    """How many experts beyond its share a rank may have (``--elastic-expert-replicas``); 0: no replicas."""
+    """Number of experts that a rank may have beyond its share (``--elastic-expert-replicas``); 0: no replicas."""
     replicas_last: bool = False
     """Ranks of a replica are adjacent (Megatron's order tensor, pipeline, data), else ranks of a stage."""
 

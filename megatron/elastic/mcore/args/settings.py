@@ -32,7 +32,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
     """Return sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
     ``slots``: number of possible ranks, including those of the launch. ``largest``: most samples of a step.
-    ``replicas``: how many experts beyond its share a rank may have. Raises :class:`ConfigError` for an empty chunk.
+    ``replicas``: experts that a rank may have beyond its share. Raises :class:`ConfigError` for an empty chunk.
     """
     stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     last = stages * (depth or 1) - 1
