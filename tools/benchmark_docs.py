@@ -118,6 +118,13 @@ SECTIONS = (
         tables.reshape,
     ),
     Section(
+        "reshape_behind",
+        "What do they pay for them where gradients go behind computation?",
+        "One link of 1 Gbit/s again, and a smaller model. Every forward and backward waits 100 ms, and "
+        "`--elastic-overlap both` reduces, ships and gathers behind them.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",
@@ -143,6 +150,13 @@ SECTIONS = (
         "What does communication cost behind computation?",
         "`--elastic-overlap both` beside `none`, with kernels as timed waits, which leave the processor free as an "
         "accelerator does. Last row: a model whose kernels need the same processors.",
+        steady_tables.overlap,
+    ),
+    Section(
+        "overlap_link",
+        "What does it cost where the link is slow?",
+        "The same; all ranks share one TCP link of 5 Gbit/s, so that communication takes a fifth of a step. "
+        "Smaller messages (`--elastic-bucket-elements 65536`).",
         steady_tables.overlap,
     ),
     Section(

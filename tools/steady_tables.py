@@ -67,7 +67,8 @@ def overlap(figures: Figures) -> str:
     }
     rows = [(title, spread(figures[key], 100)) for key, title in titles.items()]
     rows.append(("step time, behind over in turn", spread(figures["step_ratio"])))
-    rows.append(("the same where kernels need the processors", number(figures["kernels"]["step_ratio"])))
+    if "kernels" in figures:
+        rows.append(("the same where kernels need the processors", number(figures["kernels"]["step_ratio"])))
     parameters = figures["units"] * figures["elements"] / 1e6
     said = f"{figures['ranks']} data-parallel ranks, {parameters:.1f} million parameters, a forward of "
     said += f"{figures['piece_ms']:.0f} ms a piece, {figures['pieces']} pieces a rank and step."

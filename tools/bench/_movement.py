@@ -6,11 +6,8 @@ A movement is compared with the quiet steps of its own job, before it and after 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +18,13 @@ import torch
 from megatron.elastic.observe.events import EventRecord
 from tools.bench._common import Here, Ranks
 from tools.bench._jobs import QUIET
+from tools.bench._slow_link import behind_a_slow_link
 from tools.bench.comm import connect
 
 __all__ = [
     "Paid",
     "add_options",
-    "behind_a_slow_link",
+    "begin",
     "link_bandwidth",
     "model_of",
     "paid",
@@ -35,7 +33,6 @@ __all__ = [
 ]
 
 LINK_BYTES = 64 << 20
-INSIDE = "BENCH_BEHIND_A_SLOW_LINK"
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options, for the result."""
     return {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "waiting")}
+
+
+def begin(options: argparse.Namespace, bench: str) -> None:
+    """With ``--gbit``, begin ``bench`` again behind a link of that rate. Raises ``SystemExit`` where that cannot be."""
+    if options.gbit and options.link != "tcp":
+        raise SystemExit("--gbit wants --link tcp")
+    behind_a_slow_link(options.gbit, bench)
 
 
 def model_of(options: argparse.Namespace) -> list[str]:
@@ -171,18 +175,3 @@ def link_bandwidth(link: str) -> float:
 
     with Ranks(2, body, seconds=120.0) as ranks:
         return float(min(ranks.results((0, 1)).values()))
-
-
-def behind_a_slow_link(options: argparse.Namespace, bench: str) -> None:
-    """With ``--gbit``, begin ``bench`` again in a network namespace whose loopback passes that.
-
-    Raises ``SystemExit`` where none can be made.
-    """
-    if not options.gbit or os.environ.get(INSIDE):
-        return
-    if options.link != "tcp" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise SystemExit("--gbit wants --link tcp, root, and the programs ip and tc (Debian: iproute2)")
-    shape = f"tc qdisc add dev lo root tbf rate {options.gbit}gbit burst 256kb latency 50ms"
-    again = shlex.join([sys.executable, "-m", f"tools.bench.{bench}", *sys.argv[1:]])
-    os.environ[INSIDE] = "1"
-    os.execvp("unshare", ["unshare", "--net", "sh", "-ec", f"ip link set lo up; {shape}; exec {again}"])

@@ -48,7 +48,7 @@ from tools.bench._jobs import command, faults, finished
 from tools.bench._movement import (
     Paid,
     add_options,
-    behind_a_slow_link,
+    begin,
     link_bandwidth,
     model_of,
     paid,
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
     options = parser.parse_args()
-    behind_a_slow_link(options, "migrate")
+    begin(options, "migrate")
     variants = [(ownership, how) for ownership in ("interleaved", "contiguous") for how in ("background", "blocking")]
     found: dict[tuple[str, str], list[Moved]] = {variant: [] for variant in variants}
     bandwidths = []

@@ -1,10 +1,12 @@
 """The cost of communication in a step, in turn and behind computation, with kernels as timed waits and with real ones.
 
     python -m tools.bench.overlap [--ranks 4] [--units 16] [--elements 262144] [--steps 10] [--trials 1] [--kernels]
+                                  [--gbit 10]
 
 Data parallel. A timed wait leaves the processor free, as an accelerator does; links, state and votes are the runtime's
-own. Three jobs a trial: ``serial`` (``--elastic-overlap none``), ``behind`` (``both``), and ``bare`` (``both`` without
-mirrors and comparisons).
+own. With ``--gbit R`` (root, programs ip and tc) all ranks share one TCP link of R Gbit/s, so that what is moved waits
+for the link more than for a processor. Three jobs a trial: ``serial`` (``--elastic-overlap none``), ``behind``
+(``both``), and ``bare`` (``both`` without mirrors and comparisons).
 
 beyond      seconds of a step beyond its waits, of each job: so a wait that lasts longer than asked for counts nowhere
 exposed     part of the serial time of reduce, ship and gather that is still beyond the waits when they go on behind
@@ -28,6 +30,7 @@ from typing import Any
 from megatron.elastic.observe.events import read_events
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import LAUNCH, ROOT, command, finished
+from tools.bench._slow_link import behind_a_slow_link
 from tools.bench.overhead import MODEL
 
 WORKER = str(ROOT / "tools" / "bench" / "_overlap_worker.py")
@@ -51,7 +54,8 @@ def steps_of(options: argparse.Namespace, *flags: str) -> dict[str, Any]:
         ]
         job = command(options.ranks, "--elastic", *sizes, "--out", folder, *flags, module=LAUNCH, script=WORKER)
         bucket = ("--elastic-bucket-elements", str(options.bucket))
-        finished([*job, *bucket, "--elastic-fail-slow", "off", "--no-elastic-respawn"], 170.0)
+        link = ("--elastic-transport", "tcp") if options.gbit else ()
+        finished([*job, *bucket, *link, "--elastic-fail-slow", "off", "--no-elastic-respawn"], 170.0)
         logs = [json.loads(path.read_text())[WARM:] for path in sorted(Path(folder).glob("rank-*.json"))]
     steps = [step for log in logs for step in log]
     return {
@@ -100,7 +104,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go")
     options = parser.parse_args()
+    behind_a_slow_link(options.gbit, "overlap")
     trials, last = [], {}
     for _ in range(options.trials):
         last = {name: steps_of(options, *flags) for name, flags in JOBS.items()}
@@ -110,7 +116,9 @@ def main() -> None:
     if options.kernels:
         seconds = kernels(options.ranks, 20)
         found["kernels"] = {"seconds": seconds, "step_ratio": seconds["both"] / seconds["none"]}
-    sizes = {name: getattr(options, name) for name in ("ranks", "units", "elements", "bucket", "pieces", "piece_ms")}
+    sizes = {
+        name: getattr(options, name) for name in ("ranks", "units", "elements", "bucket", "pieces", "piece_ms", "gbit")
+    }
     print_result("overlap", {**sizes, **found, "jobs": last})
 
 

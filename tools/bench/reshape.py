@@ -53,7 +53,7 @@ from tools.bench._jobs import ROOT, TORCHRUN, command, environment, faults, foll
 from tools.bench._movement import (
     Paid,
     add_options,
-    behind_a_slow_link,
+    begin,
     link_bandwidth,
     model_of,
     paid,
@@ -223,7 +223,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--overlap", choices=("none", "reduce", "gather", "both"), default="none")
     options = parser.parse_args()
-    behind_a_slow_link(options, "reshape")
+    begin(options, "reshape")
     found: list[list[Change]] = []
     bandwidths = []
     for _ in range(options.trials):
