@@ -137,6 +137,12 @@ SECTIONS = (
         "replaces Megatron's own all-reduces.",
         steady_tables.overhead,
     ),
+    Section(
+        "overhead_of_long_steps",
+        "What does it cost in steps of four times as many tokens?",
+        "The same with a batch of 64. Most of the cost is by parameter and step, so it falls with a step's length.",
+        steady_tables.overhead,
+    ),
     Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", steady_tables.overhead),
     Section(
         "watching",

@@ -29,7 +29,8 @@ def overhead(figures: Figures) -> str:
         ("host memory (bytes a parameter)", number(figures["host_bytes_a_parameter"])),
         ("step time with / without", spread(figures["step_ratio"])),
     ]
-    return f"{figures['ranks']} ranks, one mirror.\n\n{_table(rows)}"
+    tokens = f", {figures['tokens']:,} tokens a step" if "tokens" in figures else ""
+    return f"{figures['ranks']} ranks, one mirror{tokens}.\n\n{_table(rows)}"
 
 
 def watching(figures: Figures) -> str:

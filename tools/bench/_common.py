@@ -32,7 +32,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["Failed", "Here", "Machine", "Ranks", "Spread", "machine", "median_of", "print_result"]
+__all__ = [
+    "Failed",
+    "Here",
+    "Machine",
+    "Ranks",
+    "Spread",
+    "fork",
+    "keep_inherited",
+    "machine",
+    "median_of",
+    "print_result",
+]
 
 
 class Failed(RuntimeError):
@@ -74,6 +85,26 @@ class Here:
         return self.pipe.recv()
 
 
+def fork(process: Any) -> None:
+    """Start a process of ``multiprocessing`` in which nothing is collected before :func:`keep_inherited`.
+
+    Objects of the parent that are garbage may own threads that do not exist in the child, such as groups of torch.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        process.start()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def keep_inherited() -> None:
+    """In a process of :func:`fork`, collect garbage from now on, but never what the parent made."""
+    gc.freeze()
+    gc.enable()
+
+
 class Ranks:
     """``size`` forked processes running ``body(here)``; more by :meth:`start`."""
 
@@ -91,7 +122,7 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         self._server = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._server.start()
+        fork(self._server)
         self._port = int(ours.recv())
         for rank in range(self._size):
             self.start(rank)
@@ -103,7 +134,7 @@ class Ranks:
         ours, theirs = context.Pipe()
         here = Here(rank, self._size, self._port, theirs)
         process = context.Process(target=_run, args=(body or self._body, here), daemon=True)
-        process.start()
+        fork(process)
         theirs.close()
         self._pipes[rank], self._processes[rank], self._inbox[rank] = ours, process, []
 
@@ -172,7 +203,7 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
-    gc.freeze()
+    keep_inherited()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     pipe.send(store.port)
     while os.getppid() != 1:
@@ -181,7 +212,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _run(body: Callable[[Here], Any], here: Here) -> None:
-    gc.freeze()  # objects of the parent own threads that do not exist here: never destroy them
+    keep_inherited()
     torch.set_num_threads(1)
     try:
         here.pipe.send(("returned", body(here)))

@@ -1,6 +1,6 @@
 """Cost of elasticity while nothing fails: mirrors, votes, heartbeats, verification, as shares of a step.
 
-    python -m tools.bench.overhead [--ranks 4] [--trials 3] [--mirrors 1] [--verify-interval 100]
+    python -m tools.bench.overhead [--ranks 4] [--batch 16] [--trials 3] [--mirrors 1] [--verify-interval 100]
 
 Two measurements on the quickstart's model, data parallel over all ranks:
 
@@ -33,17 +33,20 @@ WORKER = str(ROOT / "tools" / "bench" / "_overhead_worker.py")
 STEPS = 28
 MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 1 --global-batch-size 16 --calculate-per-token-loss --vocab-size 2047
+    --micro-batch-size 1 --calculate-per-token-loss --vocab-size 2047
     --attention-dropout 0.1 --hidden-dropout 0.1
 """)
 """The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
+BATCH, LENGTH = 16, 128
+"""Sequences of a step there, and tokens of each."""
 COSTS = ("ship", "checksums", "retain", "replay_mirrored", "vote", "publish")
 
 
-def run(ranks: int, *flags: str) -> list[dict[str, Any]]:
+def run(ranks: int, batch: int, *flags: str) -> list[dict[str, Any]]:
     """One job; the counts of each rank. Raises ``RuntimeError`` with its output when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        job = command(ranks, *MODEL, "--train-iters", str(STEPS), "--elastic", *flags, script=WORKER)
+        sizes = ("--global-batch-size", str(batch), "--train-iters", str(STEPS))
+        job = command(ranks, *MODEL, *sizes, "--elastic", *flags, script=WORKER)
         finished(job, OVERHEAD_OUT=folder)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
 
@@ -59,6 +62,7 @@ def main() -> None:
     """Parse, run in turn, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, 128 tokens each")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--mirrors", type=int, default=1)
     parser.add_argument("--verify-interval", type=int, default=100)
@@ -69,7 +73,7 @@ def main() -> None:
     walls: dict[str, list[float]] = {"with": [], "without": []}
     last: list[dict[str, Any]] = []
     for _ in range(options.trials):
-        last, bare = run(options.ranks, *on), run(options.ranks, *off)
+        last, bare = run(options.ranks, options.batch, *on), run(options.ranks, options.batch, *off)
         measured.append(shares(last))
         for name, reports in (("with", last), ("without", bare)):
             walls[name].append(statistics.median(seconds for report in reports for seconds in report["step_seconds"]))
@@ -78,6 +82,7 @@ def main() -> None:
         "overhead",
         {
             "ranks": options.ranks,
+            "tokens": options.batch * LENGTH,
             "mirrors": options.mirrors,
             "verify_interval": options.verify_interval,
             "share": {name: median_of([trial[name] for trial in measured]) for name in measured[0]},

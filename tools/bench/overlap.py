@@ -31,7 +31,7 @@ from megatron.elastic.observe.events import read_events
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import LAUNCH, ROOT, command, finished
 from tools.bench._slow_link import behind_a_slow_link
-from tools.bench.overhead import MODEL
+from tools.bench.overhead import BATCH, MODEL
 
 WORKER = str(ROOT / "tools" / "bench" / "_overlap_worker.py")
 MOVED = ("reduce", "ship", "gather")
@@ -86,7 +86,8 @@ def kernels(ranks: int, steps: int) -> dict[str, float]:
     for name in ("none", "both"):
         with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
             flags = ("--elastic-overlap", name, "--elastic-bucket-elements", "65536", "--elastic-event-log", folder)
-            finished(command(ranks, *MODEL, "--train-iters", str(steps), "--elastic", *flags), 170.0)
+            sizes = ("--global-batch-size", str(BATCH), "--train-iters", str(steps))
+            finished(command(ranks, *MODEL, *sizes, "--elastic", *flags), 170.0)
             seconds = [r.fields["seconds"] for r in read_events(Path(folder)) if r.kind == "step"][WARM:]
         found[name] = median(seconds)
     return found

@@ -146,7 +146,7 @@ class Host:
 def groups(slots: int | None = None, living: tuple[int, int] = (3, 5)) -> list[tuple[GlooGroup, Host]]:
     """The group of global ranks ``living`` of generation 1, as each of the two sees it."""
     made = []
-    for own, inner in enumerate(pair(SECONDS)):
+    for own, inner in enumerate(pair()):
         host = Host(inner)
         made.append((GlooGroup(cast(Any, host), "dp", (3, 4, 5), Seating(1, living, own, slots, (3, 4, 5))), host))
     return made

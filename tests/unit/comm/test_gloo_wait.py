@@ -15,11 +15,11 @@ from megatron.elastic.comm.gloo.wait import await_collective
 SECONDS = timedelta(seconds=20)
 
 
-def pair(seconds: timedelta) -> list[Any]:
+def pair() -> list[Any]:
     """torch's own gloo groups of ranks 0 and 1, in one process; its stubs leave out their collectives."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, seconds), range(2)))
+        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, SECONDS), range(2)))
 
 
 class EndsAfterTheLook(dist.Work):
@@ -44,7 +44,7 @@ class EndsAfterTheLook(dist.Work):
 
 
 def test_a_collective_that_ends_while_a_look_at_it_times_out_is_done() -> None:
-    zero, one = pair(SECONDS)
+    zero, one = pair()
     tensor = torch.ones(3)
     work = EndsAfterTheLook(zero.allreduce([tensor]), one)
     await_collective(work, SECONDS, void=lambda: False)
@@ -53,6 +53,8 @@ def test_a_collective_that_ends_while_a_look_at_it_times_out_is_done() -> None:
 
 
 def test_a_collective_that_no_rank_joins_runs_out_of_time() -> None:
-    zero, _one = pair(timedelta(seconds=3))
+    zero, _one = pair()
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=3)  # the group's end waits for it
     with pytest.raises(TimeoutError):
-        await_collective(zero.allreduce([torch.ones(3)]), timedelta(seconds=0.2), void=lambda: False)
+        await_collective(zero.allreduce([torch.ones(3)], options), timedelta(seconds=0.2), void=lambda: False)
