@@ -310,7 +310,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkout", type=Path, help="Megatron-LM's sources, release 0.17.1")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="in this order, such as gpt/gpt3_mcore_tp1_pp2")
     parser.add_argument("--folder", type=Path, required=True, help="data, logs and checkpoints go here")
-    parser.add_argument("--packages", default="", metavar="FOLDER", help="has packages that Megatron's Muon needs")
+    parser.add_argument(
+        "--packages", default="", metavar="FOLDER", help="has packages that Megatron's Muon needs; also in PYTHONPATH"
+    )
     parser.add_argument("--check", action="store_true", help="check the flags of each, train none")
     parser.add_argument("--missing", action="store_true", help="only those that have not run, or not plain Megatron's")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no other configuration after this time")
