@@ -141,16 +141,23 @@ def test_a_rank_leaves_as_planned() -> None:
         assert 2 not in engine.view.living
 
 
-RESHAPES = {"two stages": "1|2|2|1|2", "two crews": "1|1|4|1|2", "cells of two": "2|1|2|1|2"}
+RESHAPES = {
+    "two stages": ("1|2|2|1|2", 2),
+    "two crews": ("1|1|4|1|2", 2),
+    "cells of two sets": ("2|1|2|1|4", 2),
+    "cells that have all experts": ("2|1|2|1|2", 1),  # experts move between cells, not within one
+}
+"""Name → sizes, and homes of the hot expert there."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", RESHAPES)
 def test_a_reshape_ends_replicas_and_the_load_makes_new_ones(to: str) -> None:
-    words = f"steps={MADE + 3 * SPAN}", f"reshape:to={RESHAPES[to]},step={MADE}"
+    sizes, homes = RESHAPES[to]
+    words = f"steps={MADE + 3 * SPAN}", f"reshape:to={sizes},step={MADE}"
     for engine in engines(trained("four ranks", *words, grid=True)):
-        assert "|".join(map(str, engine.view.assignment.base.sizes)) == RESHAPES[to]
-        assert replicas(engine)[HOT] == 2
+        assert "|".join(map(str, engine.view.assignment.base.sizes)) == sizes
+        assert replicas(engine)[HOT] == homes
 
 
 @pytest.mark.slow

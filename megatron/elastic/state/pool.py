@@ -346,9 +346,9 @@ class StatePool:
             copy.lineage = next_lineage(copy.lineage, content, record.digest)
             if gradient is not None:
                 copy.version = TORN
-                here = self._brought(copy, gradient)
+                numbers = (*copy.state.unbind(), self._brought(copy, gradient))
                 for run in copy.runs:
-                    self._update(copy, run, here, record, model)
+                    self._update(copy, run, numbers, record, model)
             elif model is not None:
                 copy.place.round_to_bf16(copy.master, model)
             copy.version = record.version
@@ -361,19 +361,25 @@ class StatePool:
         return copy.place.bring(copy.gradients[gradient] if copy.place.on_device else copy.host_gradient(gradient))
 
     def _update(
-        self, copy: BlockCopy, run: Run, gradient: torch.Tensor, record: StepRecord, model: torch.Tensor | None
+        self,
+        copy: BlockCopy,
+        run: Run,
+        numbers: tuple[torch.Tensor, ...],
+        record: StepRecord,
+        model: torch.Tensor | None,
     ) -> None:
+        """Update one run of ``copy``. ``numbers``: master, exp_avg, exp_avg_sq and gradient of the block."""
         part = slice(run.start - copy.block.start, run.stop - copy.block.start)
         rate, hyper, place = record.rates[run.group], self.hyper, copy.place
         lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
-        master, exp_avg, exp_avg_sq = (row[part] for row in copy.state)
+        master, exp_avg, exp_avg_sq, gradient = (each[part] for each in numbers)
         if run.matrix is not None:
             assert hyper.muon is not None, "only Muon has matrices"
             muon = MuonScalars(record.grad_multiplier, lr, decay, hyper.muon)
-            place.muon(master, exp_avg, gradient[part], run.matrix, muon)
+            place.muon(master, exp_avg, gradient, run.matrix, muon)
         elif hyper.optimizer == "sgd":
             sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)
-            place.sgd(master, exp_avg, gradient[part], sgd)
+            place.sgd(master, exp_avg, gradient, sgd)
         else:
             adam = AdamScalars(
                 record.grad_multiplier,
@@ -386,10 +392,11 @@ class StatePool:
                 record.bias_correction2,
                 hyper.decoupled_weight_decay,
             )
-            place.adam(master, exp_avg, exp_avg_sq, gradient[part], adam)
-            for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
-                if kind == "bf16":
-                    place.keep_in_bf16(moment)
+            place.adam(master, exp_avg, exp_avg_sq, gradient, adam)
+            if "bf16" in hyper.moments:
+                for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
+                    if kind == "bf16":
+                        place.keep_in_bf16(moment)
         if model is not None:
             place.round_to_bf16(master, model[part])
 

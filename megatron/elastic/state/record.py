@@ -31,9 +31,9 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.expert_layers import ExpertLayers
@@ -231,7 +231,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return JSON; floats keep all their bits (Python writes the shortest text that reads back equal)."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return json.dumps(_shallow(self), sort_keys=True, separators=(",", ":"), default=_shallow)
 
     def __eq__(self, other: object) -> bool:
         return other is self or (isinstance(other, StepRecord) and self.digest == other.digest)
@@ -382,6 +382,11 @@ def _norm(squares: list[float]) -> float:
     if not all(math.isfinite(x) for x in squares):
         return math.nan if any(math.isnan(x) for x in squares) else math.inf
     return math.sqrt(math.fsum(squares))
+
+
+def _shallow(part: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are: ``asdict`` copies each value within them, in every step."""
+    return {one.name: getattr(part, one.name) for one in fields(part)}
 
 
 def _clip_coefficient(norm: float, clip_grad: float) -> float:

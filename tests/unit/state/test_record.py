@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +152,7 @@ def test_text_keeps_every_bit(x, y, n):
     )
     again = StepRecord.from_json(record.to_json())
     assert again == record and math.copysign(1, again.grad_norm) == math.copysign(1, y)
+    assert json.loads(record.to_json()) == json.loads(json.dumps(asdict(record)))
 
 
 def test_records_of_a_step_without_a_norm_are_still_equal_to_themselves():
