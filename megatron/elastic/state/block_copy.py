@@ -100,8 +100,9 @@ class BlockCopy:
         return self.hashes[key]
 
     def release(self, key: GradientKey) -> None:
-        """Forget a gradient and keep its buffer for the next one."""
+        """Forget a gradient and keep its buffer for the next one, unless it is a part of a message."""
         tensor = self.gradients.pop(key)
         self.hashes.pop(key, None)
-        if self.staged.pop(key, None) is None and len(self.spare) < SLOTS:
+        part = tensor._is_view()
+        if self.staged.pop(key, None) is None and not part and len(self.spare) < SLOTS:
             self.spare.append(tensor)

@@ -175,14 +175,17 @@ class StatePool:
 
     # --- gradients ----------------------------------------------------------------------------
 
-    def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor) -> None:
-        """Keep the reduced gradient (fp32 [numel], cloned) of one block until it is applied.
+    def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor, given: bool = False) -> None:
+        """Keep the reduced gradient (fp32 [numel]) of one block until it is applied.
 
+        It is cloned, unless the caller has ``given`` it away: nobody else may write it then.
         It replaces a gradient of an older attempt at the same step. Raises :class:`StateError`
         for an older attempt or step, and if both slots are taken.
         """
         copy = self._slot_for(key, gradient)
-        if copy.place.on_device:
+        if given and not copy.place.on_device and values.device.type == "cpu":
+            self._keep(copy, gradient, values)
+        elif copy.place.on_device:
             on_host = values.to("cpu", copy=True)
             self._keep(copy, gradient, copy.place.bring(on_host), StagedTensor(on_host))
         else:

@@ -127,7 +127,10 @@ def take_gradients(
     gradients: Sequence[torch.Tensor],
     checksums: torch.Tensor,
 ) -> Disputes:
-    """Retain the received ``gradients`` of ``blocks``. Returns the copies here that differ from the owner's."""
+    """Retain the received ``gradients`` of ``blocks`` where they lie.
+
+    The message stays in memory until its last block is updated. Returns the copies here that differ from the owner's.
+    """
     for block, gradient in zip(blocks, gradients, strict=True):
-        pool.retain(block.key, key, gradient)
+        pool.retain(block.key, key, gradient, given=True)
     return disputes(pool, [block.key for block in blocks], key, interval, checksums)
