@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ class Here:
         return self.pipe.recv()
 
 
-def fork(process: Any) -> None:
+def fork(process: BaseProcess) -> None:
     """Start a process of ``multiprocessing`` in which nothing is collected before :func:`keep_inherited`.
 
     Objects of the parent that are garbage may own threads that do not exist in the child, such as groups of torch.

@@ -103,6 +103,6 @@ class BlockCopy:
         """Forget a gradient and keep its buffer for the next one, unless it is a part of a message."""
         tensor = self.gradients.pop(key)
         self.hashes.pop(key, None)
-        part = tensor._is_view()
-        if self.staged.pop(key, None) is None and not part and len(self.spare) < SLOTS:
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        if self.staged.pop(key, None) is None and whole and len(self.spare) < SLOTS:
             self.spare.append(tensor)

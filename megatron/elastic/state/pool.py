@@ -178,16 +178,16 @@ class StatePool:
     def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor, given: bool = False) -> None:
         """Keep the reduced gradient (fp32 [numel]) of one block until it is applied.
 
-        It is cloned, unless the caller has ``given`` it away: nobody else may write it then.
+        It is cloned. With ``given`` it lies in host memory that the caller does not use any more, and is kept there.
         It replaces a gradient of an older attempt at the same step. Raises :class:`StateError`
         for an older attempt or step, and if both slots are taken.
         """
         copy = self._slot_for(key, gradient)
-        if given and not copy.place.on_device and values.device.type == "cpu":
-            self._keep(copy, gradient, values)
-        elif copy.place.on_device:
+        if copy.place.on_device:
             on_host = values.to("cpu", copy=True)
             self._keep(copy, gradient, copy.place.bring(on_host), StagedTensor(on_host))
+        elif given:
+            self._keep(copy, gradient, values)
         else:
             buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
             self._keep(copy, gradient, buffer.copy_(values))
@@ -396,10 +396,9 @@ class StatePool:
                 hyper.decoupled_weight_decay,
             )
             place.adam(master, exp_avg, exp_avg_sq, gradient, adam)
-            if "bf16" in hyper.moments:
-                for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
-                    if kind == "bf16":
-                        place.keep_in_bf16(moment)
+            for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
+                if kind == "bf16":
+                    place.keep_in_bf16(moment)
         if model is not None:
             place.round_to_bf16(master, model[part])
 

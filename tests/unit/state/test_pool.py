@@ -170,6 +170,22 @@ def voted_like(record: StepRecord, key: GradientKey) -> StepRecord:
     return advance(record, Vote(key, [1.0], False, 1.0, 1.0, 8, rates=RATES), HYPER)
 
 
+def test_gradients_that_are_given_stay_in_their_message_until_they_are_applied():
+    (giver, record), (cloner, _) = filled(0), filled(1)
+    key, message = GradientKey(0, 1), gradient(0)
+    held = giver.bytes_held()
+    for block in LAYOUT.blocks:
+        part = message[block.start : block.stop]
+        giver.retain(block.key, key, part, given=True)
+        assert giver.get(block.key).gradients[key].data_ptr() == part.data_ptr()
+    retain_all(cloner, key)
+    after = voted(cloner, record, key)
+    for pool in (giver, cloner):
+        pool.apply(after)
+    assert same(bits(giver), bits(cloner))
+    assert giver.bytes_held() == held, "no message is kept for later gradients"
+
+
 def test_discard_keeps_only_what_the_decision_named():
     pool, _ = filled(0)
     retain_all(pool, GradientKey(0, 1))
