@@ -38,6 +38,13 @@ void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_
                   at<std::uint16_t>(model), count, s);
 }
 
+void lion(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t grad, std::uintptr_t model, std::size_t count,
+          double grad_multiplier, double lr, double beta1, double beta2, double weight_decay) {
+  const es::LionScalars s{static_cast<float>(grad_multiplier), static_cast<float>(lr), static_cast<float>(1.0 - beta1),
+                          static_cast<float>(1.0 - beta2), static_cast<float>(1.0 - lr * weight_decay)};
+  es::lion_update(at<float>(master), at<float>(exp_avg), at<const float>(grad), at<std::uint16_t>(model), count, s);
+}
+
 void sgd(std::uintptr_t master, std::uintptr_t buffer, std::uintptr_t grad, std::uintptr_t model, std::size_t count,
          double grad_multiplier, double lr, double momentum, double weight_decay) {
   const es::SgdScalars s{static_cast<float>(grad_multiplier), static_cast<float>(lr), static_cast<float>(momentum),
@@ -71,6 +78,9 @@ PYBIND11_MODULE(_state, m) {
         py::arg("model"), py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"),
         py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("bias_correction1"),
         py::arg("bias_correction2"), py::arg("decoupled"));
+  m.def("lion", &lion, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("grad"), py::arg("model"),
+        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+        py::arg("weight_decay"));
   m.def("sgd", &sgd, free_gil, py::arg("master"), py::arg("buffer"), py::arg("grad"), py::arg("model"),
         py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
   m.def("round_to_bf16", &bf16, free_gil, py::arg("source"), py::arg("target"), py::arg("count"));

@@ -53,6 +53,19 @@ void adam_l2(float* __restrict master, float* __restrict exp_avg, float* __restr
 }
 
 ELASTIC_CLONES
+void lion(float* __restrict master, float* __restrict exp_avg, const float* __restrict grad, std::size_t count,
+          const LionScalars& scalars) {
+  const LionScalars s = scalars;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float toward = grad[i] * s.grad_multiplier - exp_avg[i];
+    const float c = exp_avg[i] + s.one_minus_beta1 * toward;
+    const float direction = c > 0.0f ? 1.0f : (c < 0.0f ? -1.0f : c);  // c: zero or not a number
+    exp_avg[i] = exp_avg[i] + s.one_minus_beta2 * toward;
+    master[i] = master[i] * s.decay - s.lr * direction;
+  }
+}
+
+ELASTIC_CLONES
 void sgd(float* __restrict master, float* __restrict buffer, const float* __restrict grad, std::size_t count,
          const SgdScalars& scalars) {
   const SgdScalars s = scalars;
@@ -89,6 +102,13 @@ void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* 
                  std::size_t count, const AdamScalars& s) {
   const DefaultFloatMode mode;
   (s.decoupled ? adam_decoupled : adam_l2)(master, exp_avg, exp_avg_sq, grad, count, s);
+  if (model != nullptr) to_bf16(master, model, count);
+}
+
+void lion_update(float* master, float* exp_avg, const float* grad, std::uint16_t* model, std::size_t count,
+                 const LionScalars& s) {
+  const DefaultFloatMode mode;
+  lion(master, exp_avg, grad, count, s);
   if (model != nullptr) to_bf16(master, model, count);
 }
 

@@ -9,7 +9,7 @@
 //
 // Formula: AdamW (Loshchilov and Hutter, arXiv 1711.05101) and Adam (Kingma and
 // Ba, arXiv 1412.6980), operations in the order of torch.optim's single-tensor
-// code; SGD with momentum likewise.
+// code; SGD with momentum likewise; Lion (Chen et al., arXiv 2302.06675, algorithm 2).
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,14 @@ struct AdamScalars {
   bool decoupled;
 };
 
+struct LionScalars {
+  float grad_multiplier;
+  float lr;
+  float one_minus_beta1;    // of the update
+  float one_minus_beta2;    // of the momentum
+  float decay;              // 1 - lr * weight_decay
+};
+
 struct SgdScalars {
   float grad_multiplier;
   float lr;
@@ -39,6 +47,10 @@ struct SgdScalars {
 // `model` (bf16, may be null) receives the new master rounded to nearest even.
 void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::uint16_t* model,
                  std::size_t count, const AdamScalars& s);
+
+// `exp_avg` is the momentum. An update of zero leaves its parameter, one that is not a number makes it none.
+void lion_update(float* master, float* exp_avg, const float* grad, std::uint16_t* model, std::size_t count,
+                 const LionScalars& s);
 
 // `buffer` is the momentum; zero before the first step.
 void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* model, std::size_t count,

@@ -17,6 +17,18 @@ def adam(
     bias_correction2: float,
     decoupled: bool,
 ) -> None: ...
+def lion(
+    master: int,
+    exp_avg: int,
+    grad: int,
+    model: int,
+    count: int,
+    grad_multiplier: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None: ...
 def sgd(
     master: int,
     buffer: int,

@@ -19,12 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from megatron.elastic import _state
+from megatron.elastic.state.lion import Lion
 
 __all__ = [
     "AdamScalars",
+    "LionScalars",
     "SgdScalars",
     "adam_step",
     "adam_step_tensors",
+    "lion_step",
+    "lion_step_tensors",
     "round_to_bf16",
     "sgd_step",
     "sgd_step_tensors",
@@ -51,6 +55,16 @@ class AdamScalars:
     bias_correction1: float
     bias_correction2: float
     decoupled: bool = True
+
+
+@dataclass(frozen=True)
+class LionScalars:
+    """Scalars of one step of Lion with decoupled weight decay."""
+
+    grad_multiplier: float
+    lr: float
+    weight_decay: float
+    lion: Lion
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,30 @@ def adam_step(
     )
 
 
+def lion_step(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: LionScalars,
+    model: torch.Tensor | None = None,
+) -> None:
+    """Update ``master`` and the momentum ``exp_avg`` in place (fp32 host tensors, same length)."""
+    n, s = master.numel(), scalars
+    target = 0 if model is None else _address(model, n, torch.bfloat16)
+    _state.lion(
+        _address(master, n),
+        _address(exp_avg, n),
+        _address(grad, n),
+        target,
+        n,
+        s.grad_multiplier,
+        s.lr,
+        s.lion.beta1,
+        s.lion.beta2,
+        s.weight_decay,
+    )
+
+
 def sgd_step(
     master: torch.Tensor,
     buffer: torch.Tensor,
@@ -149,6 +187,15 @@ def adam_step_tensors(
     correction = torch.full_like(master, single(math.sqrt(s.bias_correction2)))
     denominator = (exp_avg_sq.double().sqrt().float() / correction).add_(single(s.eps))
     master.sub_((exp_avg * single(s.lr / s.bias_correction1)) / denominator)
+
+
+def lion_step_tensors(master: torch.Tensor, exp_avg: torch.Tensor, grad: torch.Tensor, scalars: LionScalars) -> None:
+    """Update tensors of any device in place, by the sequence of :func:`lion_step` as separate torch operations."""
+    s = scalars
+    toward = grad * single(s.grad_multiplier) - exp_avg
+    direction = torch.sign(exp_avg + toward * single(1.0 - s.lion.beta1))
+    exp_avg.add_(toward * single(1.0 - s.lion.beta2))
+    master.mul_(single(1.0 - s.lr * s.weight_decay)).sub_(direction * single(s.lr))
 
 
 def sgd_step_tensors(master: torch.Tensor, buffer: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:

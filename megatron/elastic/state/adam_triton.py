@@ -18,7 +18,7 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, single
+from megatron.elastic.state.adam import AdamScalars, LionScalars, SgdScalars, single
 from megatron.elastic.state.device_place import Kernels
 
 __all__ = ["triton_kernels"]
@@ -62,6 +62,30 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads annotations
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(master + at, p, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _lion(  # type: ignore[no-untyped-def]  # Triton reads annotations
+    master,
+    momentum,
+    grad,
+    multiplier: tl.float32,
+    decay: tl.float32,
+    one_minus_beta1: tl.float32,
+    one_minus_beta2: tl.float32,
+    lr: tl.float32,
+    count,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    p = tl.load(master + at, mask=inside, other=0.0)
+    m = tl.load(momentum + at, mask=inside, other=0.0)
+    toward = tl.load(grad + at, mask=inside, other=0.0) * multiplier - m
+    c = m + one_minus_beta1 * toward
+    direction = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
+    tl.store(momentum + at, m + one_minus_beta2 * toward, mask=inside)
+    tl.store(master + at, p * decay - lr * direction, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -116,6 +140,13 @@ def _adam_step(
     )
 
 
+def _lion_step(master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: LionScalars) -> None:
+    s, lion = scalars, scalars.lion
+    decay = 1.0 - s.lr * s.weight_decay
+    arguments = (master, momentum, grad, s.grad_multiplier, decay, 1.0 - lion.beta1, 1.0 - lion.beta2, s.lr)
+    _launch(_lion, master.numel(), master.device, *arguments)
+
+
 def _sgd_step(master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
     s = scalars
     arguments = (master, momentum, grad, s.grad_multiplier, s.weight_decay, s.momentum, s.lr)
@@ -124,4 +155,4 @@ def _sgd_step(master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, 
 
 def triton_kernels() -> Kernels:
     """Return the updates as Triton kernels."""
-    return Kernels("Triton kernels", _adam_step, _sgd_step)
+    return Kernels("Triton kernels", _adam_step, _lion_step, _sgd_step)

@@ -75,12 +75,12 @@ class BlockCopy:
 
     @property
     def exp_avg(self) -> torch.Tensor:
-        """First moment, fp32 [numel]; the momentum under SGD and Muon."""
+        """First moment, fp32 [numel]; the momentum under Lion, SGD and Muon."""
         return self.state[1]
 
     @property
     def exp_avg_sq(self) -> torch.Tensor:
-        """Second moment, fp32 [numel]; unused under SGD and Muon."""
+        """Second moment, fp32 [numel]; unused under Lion, SGD and Muon."""
         return self.state[2]
 
     def host_gradient(self, key: GradientKey) -> torch.Tensor:

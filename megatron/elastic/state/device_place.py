@@ -20,7 +20,14 @@ from functools import cached_property
 import torch
 
 from megatron.elastic.platform.base import Platform, Stream, StreamEvent
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step_tensors, sgd_step_tensors
+from megatron.elastic.state.adam import (
+    AdamScalars,
+    LionScalars,
+    SgdScalars,
+    adam_step_tensors,
+    lion_step_tensors,
+    sgd_step_tensors,
+)
 from megatron.elastic.state.place import Place, Staged
 
 __all__ = ["DevicePlace", "Kernels", "Reserved", "tensor_kernels"]
@@ -33,13 +40,15 @@ class Kernels:
     name: str
     adam: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AdamScalars], None]
     """Of master, exp_avg, exp_avg_sq, gradient."""
+    lion: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LionScalars], None]
+    """Of master, momentum, gradient."""
     sgd: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SgdScalars], None]
     """Of master, momentum, gradient."""
 
 
 def tensor_kernels() -> Kernels:
     """Return the updates as separate torch operations, which every device has."""
-    return Kernels("torch operations", adam_step_tensors, sgd_step_tensors)
+    return Kernels("torch operations", adam_step_tensors, lion_step_tensors, sgd_step_tensors)
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,9 @@ class DevicePlace(Place):
         scalars: AdamScalars,
     ) -> None:
         self.kernels.adam(master, exp_avg, exp_avg_sq, grad, scalars)
+
+    def lion(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: LionScalars) -> None:
+        self.kernels.lion(master, momentum, grad, scalars)
 
     def sgd(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
         self.kernels.sgd(master, momentum, grad, scalars)

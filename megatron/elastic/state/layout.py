@@ -18,7 +18,7 @@ Invariants
   after them, and a block boundary lies between.
 - Each element of the model lies in one block, so every block counts in the global
   gradient norm.
-- A block boundary lies at both ends of a matrix that Muon steps, and none inside it, whatever the block size.
+- A block boundary lies at both ends of a matrix that Muon or Lion steps, and none inside it, whatever the block size.
 - Padding belongs to the run before it. Its gradient and state are zero and stay
   zero under the update.
 """
@@ -45,7 +45,9 @@ UnitShard = tuple[int, int]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that Muon steps as a whole. ``parts``: rows of each part of a group, if it is fused of several.
+    """A matrix that Muon steps as a whole, or Lion by element.
+
+    ``parts``: rows of each part of a group, if it is fused of several.
 
     A fused query, key and value weight has groups of rows [queries, key, value]. The queries of all groups are one
     part, which is stepped on its own, as are the keys and the values. Raises ``ValueError`` for another number of rows.
@@ -81,7 +83,7 @@ class ParamSpec:
     expert: int | None = None
     """The expert that it belongs to, where ranks share experts: each expert of a unit has a space of its own."""
     matrix: Matrix | None = None
-    """The matrix that Muon steps; None: another optimizer steps the parameter by element."""
+    """The matrix that Muon or Lion steps; None: the other parameters' optimizer steps it by element."""
 
     def __post_init__(self) -> None:
         if self.matrix is not None and self.matrix.numel != self.numel:
@@ -130,7 +132,7 @@ class Run:
     lr_mult: float
     group: int = 0
     matrix: Matrix | None = None
-    """The matrix that the run is, if Muon steps it."""
+    """The matrix that the run is, if Muon or Lion steps it."""
 
 
 def _aligned(elements: int) -> int:
@@ -175,7 +177,7 @@ class UnitLayout:
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
         """Lay out the parameters of one space (in the given order, sharded ones first); cut at ``block_bytes`` of fp32.
 
-        Among the sharded ones, and among the others, matrices that Muon steps come first.
+        Among the sharded ones, and among the others, matrices that Muon or Lion steps come first.
         Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
         """
         limit = block_bytes // 4 // ALIGN * ALIGN

@@ -20,7 +20,15 @@ from typing import Protocol
 
 import torch
 
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step
+from megatron.elastic.state.adam import (
+    AdamScalars,
+    LionScalars,
+    SgdScalars,
+    adam_step,
+    lion_step,
+    round_to_bf16,
+    sgd_step,
+)
 from megatron.elastic.state.layout import Matrix
 from megatron.elastic.state.muon_step import MuonScalars, muon_step
 
@@ -86,6 +94,10 @@ class Place(ABC):
         """Update ``master``, ``exp_avg`` and ``exp_avg_sq`` in place."""
 
     @abstractmethod
+    def lion(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: LionScalars) -> None:
+        """Update ``master`` and ``momentum`` in place."""
+
+    @abstractmethod
     def sgd(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
         """Update ``master`` and ``momentum`` in place."""
 
@@ -129,6 +141,9 @@ class HostPlace(Place):
         scalars: AdamScalars,
     ) -> None:
         adam_step(master, exp_avg, exp_avg_sq, grad, scalars)
+
+    def lion(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: LionScalars) -> None:
+        lion_step(master, momentum, grad, scalars)
 
     def sgd(self, master: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor, scalars: SgdScalars) -> None:
         sgd_step(master, momentum, grad, scalars)

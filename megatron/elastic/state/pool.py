@@ -26,10 +26,12 @@ from typing import Literal
 
 import torch
 
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, sum_of_squares
+from megatron.elastic.state.adam import AdamScalars, LionScalars, SgdScalars, sum_of_squares
 from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Part
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.lion import Lion
+from megatron.elastic.state.muon import Muon
 from megatron.elastic.state.muon_step import MuonScalars
 from megatron.elastic.state.notes import Notes
 from megatron.elastic.state.place import HOST, BlockStore, Place, Staged, StagedTensor, read_together
@@ -376,9 +378,12 @@ class StatePool:
         rate, hyper, place = record.rates[run.group], self.hyper, copy.place
         lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
         master, exp_avg, exp_avg_sq, gradient = (each[part] for each in numbers)
-        if run.matrix is not None:
-            assert hyper.muon is not None, "only Muon has matrices"
-            muon = MuonScalars(record.grad_multiplier, lr, decay, hyper.muon)
+        if run.matrix is not None and isinstance(hyper.matrices, Lion):
+            lion = LionScalars(record.grad_multiplier, lr, decay, hyper.matrices)
+            place.lion(master, exp_avg, gradient, lion)
+        elif run.matrix is not None:
+            assert isinstance(hyper.matrices, Muon), "layouts know matrices where something steps them"
+            muon = MuonScalars(record.grad_multiplier, lr, decay, hyper.matrices)
             place.muon(master, exp_avg, gradient, run.matrix, muon)
         elif hyper.optimizer == "sgd":
             sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)

@@ -39,6 +39,7 @@ from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.expert_layers import ExpertLayers
 from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.lion import Lion
 from megatron.elastic.state.muon import Muon
 
 __all__ = [
@@ -115,8 +116,8 @@ class Hyper:
     beta2: float = 0.999
     eps: float = 1e-8
     sgd_momentum: float = 0.9
-    muon: Muon | None = None
-    """Of the matrices; ``optimizer`` steps the other parameters. None: it steps all."""
+    matrices: Muon | Lion | None = None
+    """What steps matrices; ``optimizer`` steps the other parameters. None: it steps all."""
     moments: tuple[MomentType, MomentType] = ("fp32", "fp32")
     """Types of the values of Adam's exp_avg and exp_avg_sq, which are kept in fp32 tensors."""
     scaler: Literal["none", "constant", "dynamic"] = "none"

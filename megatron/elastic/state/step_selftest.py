@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.elastic.state.adam import AdamScalars, SgdScalars
+from megatron.elastic.state.adam import AdamScalars, LionScalars, SgdScalars
+from megatron.elastic.state.lion import Lion
 from megatron.elastic.state.place import HOST, Place
 
 __all__ = ["ELEMENTS", "differing", "trial_values"]
@@ -36,11 +37,13 @@ def trial_values(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return parameters, gradients
 
 
-def _trials() -> Iterator[tuple[str, AdamScalars | SgdScalars]]:
+def _trials() -> Iterator[tuple[str, AdamScalars | LionScalars | SgdScalars]]:
     for decoupled in (True, False):
         for step in range(1, _STEPS + 1):
             bias = 1 - 0.9**step, 1 - 0.95**step
             yield "Adam", AdamScalars(0.37 / step, 3e-4, 0.9, 0.95, 1e-8, 0.1, *bias, decoupled)
+    for _ in range(_STEPS):
+        yield "Lion", LionScalars(0.37, 3e-4, 0.1, Lion(0.95, 0.98))
     yield "SGD", SgdScalars(0.37, 3e-2, 0.9, 0.1)
 
 
@@ -60,10 +63,13 @@ def differing(place: Place) -> tuple[str, ...]:
         for states in (here, there):
             states[0].copy_(parameters)
         for where, states in ((HOST, here), (place, there)):
-            if isinstance(scalars, SgdScalars):
-                where.sgd(states[0], states[1], where.bring(gradients), scalars)
+            (master, first, second), gradient = states, where.bring(gradients)
+            if isinstance(scalars, AdamScalars):
+                where.adam(master, first, second, gradient, scalars)
+            elif isinstance(scalars, LionScalars):
+                where.lion(master, first, gradient, scalars)
             else:
-                where.adam(states[0], states[1], states[2], where.bring(gradients), scalars)
+                where.sgd(master, first, gradient, scalars)
         if not all(_same(a, place.to_host(b)) for a, b in zip(here, there, strict=True)) and name not in found:
             found.append(name)
     moments = here[1].clone(), there[1].clone()

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.mcore.args.settings import engine_settings, expert_balance, nominal_topology, sample_grid
 from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.lion import Lion
 from megatron.elastic.state.record import ConstantSchedule, Rate
 
 SCHEDULE = ConstantSchedule((Rate(1e-3, 0.1),))
@@ -142,6 +143,12 @@ def test_the_loss_scaler_is_the_one_megatron_would_make(
 ) -> None:
     found = engine_settings(arguments(**flags), SCHEDULE, always)
     assert (found.hyper.scaler, found.hyper.initial_loss_scale, found.check_finite) == (scaler, initial, finite)
+
+
+def test_lion_has_the_coefficients_that_megatron_gives_it() -> None:
+    given = arguments(optimizer="lion", adam_beta1=0.8, adam_beta2=0.7, lion_beta1=0.95, lion_beta2=0.98)
+    found = engine_settings(given, SCHEDULE, always).hyper
+    assert found.optimizer == "adam" and found.matrices == Lion(0.8, 0.7)
 
 
 def test_minutes_become_seconds_and_an_endless_run_has_no_last_step() -> None:

@@ -25,7 +25,15 @@ from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.hardware import OwnerMemory
 from megatron.elastic.runtime import owner_memory
 from megatron.elastic.runtime.owner_memory import agree_on_owners, bytes_needed
-from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step_tensors, sgd_step_tensors, single
+from megatron.elastic.state.adam import (
+    AdamScalars,
+    LionScalars,
+    SgdScalars,
+    adam_step_tensors,
+    lion_step_tensors,
+    sgd_step_tensors,
+    single,
+)
 from megatron.elastic.state.checkpoint_view import CheckpointView
 from megatron.elastic.state.device_place import DevicePlace, Kernels, Reserved, tensor_kernels
 from megatron.elastic.state.hashing import content_hash
@@ -351,8 +359,10 @@ def check_a_failed_move_is_raised_on_the_training_thread() -> None:
 # -- the self-test ----------------------------------------------------------------------------
 
 
-def with_kernels(adam: Any = adam_step_tensors, sgd: Any = sgd_step_tensors) -> DevicePlace:
-    return DevicePlace(StandinPlatform(), torch.device("standin:1"), Kernels("test", adam, sgd))
+def with_kernels(
+    adam: Any = adam_step_tensors, lion: Any = lion_step_tensors, sgd: Any = sgd_step_tensors
+) -> DevicePlace:
+    return DevicePlace(StandinPlatform(), torch.device("standin:1"), Kernels("test", adam, lion, sgd))
 
 
 def check_the_self_test_passes_a_device_that_steps_as_the_host_does() -> None:
@@ -375,6 +385,15 @@ def check_the_self_test_finds_denormals_that_are_flushed() -> None:
         sgd_step_tensors(master, momentum, torch.where(grad.abs() < 2.0**-126, torch.zeros_like(grad), grad), scalars)
 
     assert differing(with_kernels(sgd=sgd)) == ("SGD",)
+
+
+def check_the_self_test_finds_an_update_of_zero_that_is_given_a_sign() -> None:
+    def lion(master: Any, momentum: Any, grad: Any, scalars: LionScalars) -> None:
+        c = momentum + (grad * single(scalars.grad_multiplier) - momentum) * single(1.0 - scalars.lion.beta1)
+        lion_step_tensors(master, momentum, grad, scalars)
+        master.sub_((c == 0) * single(scalars.lr))
+
+    assert differing(with_kernels(lion=lion)) == ("Lion",)
 
 
 # -- the choice at the start ------------------------------------------------------------------
@@ -402,7 +421,7 @@ def check_a_device_with_other_bits_means_state_mode_and_exact_mode_refuses_it() 
         sgd_step_tensors(*tensors)
         tensors[0].view(torch.int32)[5] ^= 1
 
-    kernels = Kernels("broken kernels", adam_step_tensors, broken)
+    kernels = Kernels("broken kernels", adam_step_tensors, lion_step_tensors, broken)
     owner_memory._kernels = lambda device_type: kernels
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 
 from megatron.elastic.state.adam import (
     AdamScalars,
+    LionScalars,
     SgdScalars,
     adam_step,
     adam_step_tensors,
+    lion_step,
     round_to_bf16,
     sgd_step,
     sum_of_squares,
 )
+from megatron.elastic.state.lion import Lion
 
 SEEDS = st.integers(0, 2**31 - 1)
 
@@ -101,6 +104,31 @@ def test_masters_follow_torch_within_a_few_units_in_the_last_place(decoupled):
     away = p.detach().abs() > 1e-2  # near zero a unit in the last place is far below the size of one update
     assert ulps(ours[0][away], p.detach()[away]) <= 64
     assert (ours[0] - p.detach()).abs().max() <= 4e-7
+
+
+def test_lion_is_the_papers_algorithm():
+    """Algorithm 2 of arXiv 2302.06675, in fp64; a sign may differ where an update is zero but for rounding."""
+    generator = torch.Generator().manual_seed(7)
+    master, momentum = torch.randn(1000, generator=generator), torch.zeros(1000)
+    p, m = master.double(), momentum.double()
+    unsure = torch.zeros(1000, dtype=torch.bool)
+    for _ in range(10):
+        grad = torch.randn(1000, generator=generator)
+        g = 0.5 * grad.double()
+        c = 0.9 * m + 0.1 * g
+        unsure |= c.abs() < 1e-7
+        p, m = p - 0.1 * (torch.sign(c) + 0.01 * p), 0.98 * m + 0.02 * g
+        lion_step(master, momentum, grad, LionScalars(0.5, 0.1, 0.01, Lion(0.9, 0.98)))
+    assert not unsure.any(), "seed 7 has none"
+    assert torch.allclose(master, p.float(), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(momentum, m.float(), rtol=1e-4, atol=1e-7)
+
+
+def test_lion_leaves_a_parameter_without_an_update_and_keeps_what_is_not_a_number():
+    master, momentum = torch.tensor([1.0, 1.0, 1.0]), torch.zeros(3)
+    grad = torch.tensor([0.0, -0.0, torch.nan])
+    lion_step(master, momentum, grad, LionScalars(1.0, 0.5, 0.0, Lion(0.9, 0.98)))
+    assert master[:2].tolist() == [1.0, 1.0] and bool(master[2].isnan()) and bool(momentum[2].isnan())
 
 
 def test_sgd_follows_torch():

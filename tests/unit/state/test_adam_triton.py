@@ -44,9 +44,11 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megatron.elastic.state.adam_triton import _adam, _sgd
+from megatron.elastic.state.adam_triton import _adam, _lion, _sgd
 adam = ("multiplier", "decay", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "step_size", "correction")
 kernels = {_adam: (("master", "exp_avg", "exp_avg_sq", "grad"), adam, True),
+           _lion: (("master", "momentum", "grad"),
+                   ("multiplier", "decay", "one_minus_beta1", "one_minus_beta2", "lr"), False),
            _sgd: (("master", "momentum", "grad"), ("multiplier", "decay", "friction", "lr"), False)}
 for kernel, (pointers, scalars, roots) in kernels.items():
     for decoupled in (False, True) if roots else (None,):

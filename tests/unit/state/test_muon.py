@@ -13,7 +13,9 @@ import typing_extensions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.state.adam import LionScalars, lion_step
 from megatron.elastic.state.layout import ALIGN, Matrix, ParamSpec, UnitLayout
+from megatron.elastic.state.lion import Lion
 from megatron.elastic.state.muon import COEFFICIENTS, Muon
 from megatron.elastic.state.muon_step import MuonScalars, muon_step, orthogonalize
 from megatron.elastic.state.pool import StatePool
@@ -153,13 +155,19 @@ def test_a_matrix_is_one_block_alone_and_other_parameters_are_cut_at_the_limit(r
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4), st.integers(0, 9))
-def test_a_pool_steps_matrices_by_muon_and_the_others_by_adam(shapes: list[tuple[int, int]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.sampled_from([Muon(nesterov=True), Lion(0.9, 0.99)]),
+)
+def test_a_pool_steps_matrices_by_muon_or_lion_and_the_others_by_adam(
+    shapes: list[tuple[int, int]], seed: int, by: Muon | Lion
+) -> None:
     matrices = [ParamSpec(f"w{i}", m * n, (m, n), True, matrix=Matrix(m, n)) for i, (m, n) in enumerate(shapes)]
     specs = [ParamSpec("bias", 50, (50,), True, 0.0), *matrices, ParamSpec("norm", 9, (9,), False, 0.0)]
-    layout, rates, muon = UnitLayout.build(0, 0, specs, 128), (Rate(LR, DECAY),), Muon(nesterov=True)
+    layout, rates = UnitLayout.build(0, 0, specs, 128), (Rate(LR, DECAY),)
     start, gradient = torch.randn(2, layout.numel, generator=torch.Generator().manual_seed(seed))
-    hyper, key = Hyper(ConstantSchedule(rates), muon=muon), GradientKey(0, 1)
+    hyper, key = Hyper(ConstantSchedule(rates), matrices=by), GradientKey(0, 1)
     pool, record = StatePool(0, {(0, 0): layout}, hyper, snapshot="state"), StepRecord.initial(hyper)
     pool.start(record)
     for block in layout.blocks:
@@ -174,8 +182,10 @@ def test_a_pool_steps_matrices_by_muon_and_the_others_by_adam(shapes: list[tuple
         if slot.spec.matrix is None:
             assert flat[2, part].all(), "Adam has a second moment"
             continue
-        muon_step(
-            weight, momentum, gradient[part], slot.spec.matrix, MuonScalars(after.grad_multiplier, LR, DECAY, muon)
-        )
+        if isinstance(by, Lion):
+            lion_step(weight, momentum, gradient[part], LionScalars(after.grad_multiplier, LR, DECAY, by))
+        else:
+            scalars = MuonScalars(after.grad_multiplier, LR, DECAY, by)
+            muon_step(weight, momentum, gradient[part], slot.spec.matrix, scalars)
         assert torch.equal(flat[0, part], weight) and torch.equal(flat[1, part], momentum)
         assert not flat[2, part].any()

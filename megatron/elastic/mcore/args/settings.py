@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.mcore.args.muon import muon_of, uses_muon
+from megatron.elastic.mcore.args.muon import muon_of
+from megatron.elastic.mcore.args.optimizers import OF_MATRICES, lion_of
 from megatron.elastic.mcore.model.layer_specs import routed_layers
 from megatron.elastic.mcore.model.prediction import further_units, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
@@ -103,13 +104,13 @@ def engine_settings(
     hyper = Hyper(
         schedule=schedule,
         clip_grad=float(args.clip_grad),
-        optimizer="adam" if uses_muon(args) else args.optimizer,
+        optimizer="adam" if args.optimizer in OF_MATRICES else args.optimizer,
         decoupled_weight_decay=bool(getattr(args, "decoupled_weight_decay", True)),
         beta1=args.adam_beta1,
         beta2=args.adam_beta2,
         eps=args.adam_eps,
         sgd_momentum=args.sgd_momentum,
-        muon=muon_of(args),
+        matrices=muon_of(args) or lion_of(args),
         moments=args.elastic_moments,
         scaler=scaler,
         initial_loss_scale={"none": 1.0, "constant": args.loss_scale, "dynamic": args.initial_loss_scale}[scaler],

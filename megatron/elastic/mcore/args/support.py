@@ -21,7 +21,8 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args import combinations, flag_table, shared_experts, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.args.muon import muon_faults, uses_muon
+from megatron.elastic.mcore.args.muon import uses_muon
+from megatron.elastic.mcore.args.optimizers import STEPPED, lion_warnings, optimizer_faults
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
 
@@ -147,8 +148,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("batch-size ramp-up", ("--rampup-batch-size", "--step-batch-size-schedule"),
             _any("rampup_batch_size", "step_batch_size_schedule"), "works", "works",
             "plans follow the number of samples; --step-batch-size-schedule is Megatron 0.18's and later, not run"),
-    Feature("Lion", ("--optimizer",), lambda args: getattr(args, "optimizer", None) == "lion", "works", "refused",
-            f"Megatron 0.17 does not know its own choice lion: use --optimizer adam, or {_PLAIN}"),
+    Feature("Lion", ("--lion-beta1", "--lion-beta2"),
+            lambda args: getattr(args, "optimizer", None) == "lion", "works", "works",
+            "of Megatron 0.18 and later, which takes --adam-beta1 and --adam-beta2 for it; with --elastic no package "
+            "emerging-optimizers is needed"),
+    Feature("SOAP, and Muon with an adaptive step", ("--optimizer",), _other_than("optimizer", *STEPPED),
+            "works", "refused", f"owners do not step it: use adam, lion, muon or sgd, or {_PLAIN}"),
     Feature("Muon", ("--muon-tp-mode", "--muon-scalar-optimizer"),
             uses_muon, "works", "works",
             "that of Megatron 0.17; with --elastic copies receive state, tensor-parallel parts are stepped blockwise, "
@@ -212,7 +217,7 @@ def check(
     faults = tuple(_refusals(args, config, platform, words))
     if faults:
         raise BadInput(*faults)
-    return _unknown(words) if args.elastic else ()
+    return (*_unknown(words), *lion_warnings(args, words)) if args.elastic else ()
 
 
 def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequence[str]) -> Iterator[str]:
@@ -233,8 +238,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
         yield from combinations.precision_faults(args, platform)
-        if uses_muon(args):
-            yield from muon_faults(args, config)
+        yield from optimizer_faults(args, config)
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
         yield from _expert_part_faults(args)

@@ -25,19 +25,19 @@ class LaunchStage:
     launched: Launched
     experts: tuple[bool, ...] = (False,)
     """Which parameters it has: those of experts that ranks share (True), all others (False)."""
-    muon: bool = False
-    """True if it is the part of a stage that Muon steps."""
+    matrices: bool = False
+    """True if it is the part of a stage that has an optimizer of matrices (``OF_MATRICES``)."""
 
-    def part(self, experts: tuple[bool, ...], muon: bool) -> LaunchStage:
+    def part(self, experts: tuple[bool, ...], matrices: bool) -> LaunchStage:
         """Return the part of the stage for which Megatron has an optimizer of its own."""
         launched = {
-            unit: tuple(i for i in items if _is_of(i.spec, experts, muon)) for unit, items in self.launched.items()
+            unit: tuple(i for i in items if _is_of(i.spec, experts, matrices)) for unit, items in self.launched.items()
         }
-        return LaunchStage(self.rank, self.interface, launched, experts, muon)
+        return LaunchStage(self.rank, self.interface, launched, experts, matrices)
 
     def has(self, spec: ParamSpec) -> bool:
         """Return whether a parameter of this kind belongs to the part."""
-        return _is_of(spec, self.experts, self.muon)
+        return _is_of(spec, self.experts, self.matrices)
 
     def ordered(self) -> list[UnitParameter]:
         """Return the trainable parameters in the order of Megatron's groups, those of shared experts last."""
@@ -51,5 +51,5 @@ def _shared(spec: ParamSpec) -> bool:
     return spec.expert is not None
 
 
-def _is_of(spec: ParamSpec, experts: tuple[bool, ...], muon: bool) -> bool:
-    return _shared(spec) in experts and (spec.matrix is not None) == muon
+def _is_of(spec: ParamSpec, experts: tuple[bool, ...], matrices: bool) -> bool:
+    return _shared(spec) in experts and (spec.matrix is not None) == matrices

@@ -34,11 +34,11 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.save import Want
-from megatron.elastic.mcore.args.muon import MUON
+from megatron.elastic.mcore.args.optimizers import OF_MATRICES
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts, Duty
 from megatron.elastic.mcore.checkpoint.content import Content
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
-from megatron.elastic.mcore.checkpoint.muon_state import MOMENTUM, muon_shadow
+from megatron.elastic.mcore.checkpoint.momentum_state import ADAM, LION, MUON_MOMENTUM, momentum_shadow
 from megatron.elastic.mcore.model.param_groups import settings_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
@@ -48,6 +48,7 @@ __all__ = ["LoadedState", "OptimizerCheckpoint", "with_empty_groups", "without_h
 
 _RESHARDABLE = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
+_OPTIMIZER, _IDENTIFIERS = "optimizer", param_group_identifier_keys
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class OptimizerCheckpoint:
             )
         for (key, slot), main, moments in zip(self._slots(place), mains, tensors, strict=True):
             rows = state[key][:, slot.start : slot.stop]
-            for row, value in zip(rows, (main, *(moments[name] for name in _moments(place))), strict=False):
+            for row, value in zip(rows, (main, *(moments[name] for name in self._names(place))), strict=False):
                 row.copy_(value.detach().reshape(-1))
         return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}), groups)
 
@@ -180,23 +181,34 @@ class OptimizerCheckpoint:
     def _parts(self, place: LaunchStage) -> tuple[LaunchStage, ...]:
         """Return the parts of a stage for which Megatron has optimizers of their own, in Megatron's order.
 
-        Matrices that Muon steps come before all others, experts that ranks share after what is alike. ``dist_muon``
-        has one optimizer for all matrices.
+        Matrices that Muon or Lion steps come before all others, experts that ranks share after what is alike.
+        ``dist_muon`` has one optimizer for all matrices; Megatron's layer-wise optimizer has one for all others too.
         """
-        shares, muon = bool(self._engine.views.launch_topology.experts), self._config.optimizer in MUON
-        if not (shares or muon):
+        shares, of_matrices = bool(self._engine.views.launch_topology.experts), self._config.optimizer in OF_MATRICES
+        if not (shares or of_matrices):
             return (place,)
+        if not of_matrices:
+            return place.part((False,), False), place.part((True,), False)
         apart = [(False,), (True,)] if shares else [(False,)]
-        of_matrices = [(False, True)] if shares and self._config.optimizer == "dist_muon" else apart
-        parts = [place.part(experts, True) for experts in of_matrices] if muon else []
-        parts += [place.part(experts, False) for experts in apart]
-        # With Muon, no rank has other parameters of experts where these have no biases.
-        return tuple(part for part in parts if not muon or part.experts != (True,) or self._groups_of(part, True))
+        layerwise = getattr(self._config, "use_layer_wise_distributed_optimizer", False)
+        parts = [
+            place.part(experts, matrices)
+            for matrices, together in ((True, layerwise or self._config.optimizer == "dist_muon"), (False, layerwise))
+            for experts in ([(False, True)] if shares and together else apart)
+        ]
+        # No rank has other parameters of experts where these have no biases.
+        return tuple(part for part in parts if part.experts != (True,) or self._groups_of(part, True))
 
     def _groups_of(self, place: LaunchStage, shared: bool) -> frozenset[int]:
         """Return the parameter groups that parts like ``place`` have on any rank; ``shared``: of their experts."""
         slots = (slot.spec for layout in self._engine.views.layouts.values() for slot in layout.slots)
         return frozenset(spec.group for spec in slots if place.has(spec) and (spec.expert is not None) == shared)
+
+    def _names(self, place: LaunchStage) -> tuple[str, ...]:
+        """Return the names of a parameter's state in Megatron's optimizer, in the order of a block's rows."""
+        if not place.matrices:
+            return ADAM
+        return LION if self._config.optimizer == "lion" else MUON_MOMENTUM
 
     def _slots(self, place: LaunchStage) -> Iterator[tuple[UnitShard, ParamSlot]]:
         """Return ((unit, shard), slot in that flat state) of each of ``place.ordered()``."""
@@ -210,18 +222,20 @@ class OptimizerCheckpoint:
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Return Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
-        ordered, muon = place.ordered(), self._config.optimizer in MUON
+        ordered, of_matrices = place.ordered(), self._config.optimizer in OF_MATRICES
+        # By this name Megatron tells such groups from those of matrices, from release 0.18 on.
+        beside = {_OPTIMIZER: "adam"} if of_matrices and not place.matrices and _OPTIMIZER in _IDENTIFIERS else {}
         filled = []
         for shared in place.experts:
-            some = self._groups_of(place, shared) if shared or muon else range(len(groups))
+            some = self._groups_of(place, shared) if shared or of_matrices else range(len(groups))
             for index in sorted(some):
                 alike = [i for i in ordered if (i.spec.group, i.spec.expert is not None) == (index, shared)]
                 mine = {"params": [item.parameter for item in alike], "is_expert_parallel": shared}
-                filled.append({**groups[index], **mine})
-        if place.muon:
-            return muon_shadow(self._config, filled)
+                filled.append({**groups[index], **mine, **beside})
+        if place.matrices:
+            return momentum_shadow(self._config, filled)
         return core_optimizer._get_megatron_optimizer_based_on_param_groups(
-            config=replace(self._config, optimizer="adam") if muon else self._config,
+            config=replace(self._config, optimizer="adam") if of_matrices else self._config,
             model_chunks=list(place.interface.chunks),  # looked at for FSDP alone, which no chunk is
             param_groups=filled,
             per_model_buffers=None,
@@ -234,9 +248,9 @@ class OptimizerCheckpoint:
         step = torch.tensor(float(record.adam_step))
         for main, item, (key, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
             master, first, second = (Want(*key, slot.start, slot.stop, row) for row in range(3))
-            rows = dict(zip(_moments(place), (first, second), strict=False))
+            rows = dict(zip(self._names(place), (first, second), strict=False))
             moments = {name: torch.empty(main.shape, dtype=torch.float32) for name in rows}
-            shadow.optimizer.state[main] = moments if place.muon else {"step": step.clone(), **moments}
+            shadow.optimizer.state[main] = moments if place.matrices else {"step": step.clone(), **moments}
             for name, want in rows.items():
                 self.content.register(moments[name], want)
             self.content.register(item.parameter.data, master)
@@ -274,8 +288,7 @@ class OptimizerCheckpoint:
                 for key, value in (
                     # The model's own fp32 parameters are masters too; a copy keeps loading apart from them.
                     ("param", main.detach().clone() if loading else main.detach()),
-                    ("exp_avg", state["exp_avg"]),
-                    ("exp_avg_sq", state["exp_avg_sq"]),
+                    *((name, state[name]) for name in self._names(place)),
                 )
             }
             for i, (main, state) in enumerate(zip(mains, states, strict=True))
@@ -294,17 +307,12 @@ class OptimizerCheckpoint:
 def with_empty_groups(found: Sequence[Any], groups: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the masters read for each of ``groups``: a checkpoint leaves out the list of a group without parameters.
 
-    With Muon a stage in the middle has such a group: Adam steps matrices at both ends only.
+    With Muon or Lion a stage in the middle has such a group: Adam steps matrices at both ends only.
     """
     if len(found) == len(groups):
         return list(found)
     rest = iter(found)
     return [next(rest) if group else [] for group in groups]
-
-
-def _moments(place: LaunchStage) -> tuple[str, ...]:
-    """Return the names of a parameter's state in Megatron's optimizer, in the order of a block's rows."""
-    return (MOMENTUM,) if place.muon else ("exp_avg", "exp_avg_sq")
 
 
 def _concerns(duty: Duty, place: LaunchStage) -> bool:
@@ -324,8 +332,8 @@ def _require_optimizers(state_dict: Mapping[Any, Any], count: int) -> None:
         return
     raise ConfigError(
         "--load: Megatron keeps optimizer state of experts that ranks share apart from the rest, and that of matrices "
-        "for Muon, and this checkpoint and --expert-model-parallel-size or --optimizer differ in that: use a size "
-        "above 1 for both, or 1, and one optimizer, or add --no-load-optim"
+        "for Muon and Lion, and this checkpoint and --expert-model-parallel-size or --optimizer differ in that: use a "
+        "size above 1 for both, or 1, and one optimizer, or add --no-load-optim"
     )
 
 
@@ -334,8 +342,8 @@ def _main_parameters(shadow: Any) -> list[torch.Tensor]:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key by which Megatron identifies a parameter group of a checkpoint."""
-    return tuple(group.get(name) for name in param_group_identifier_keys)
+    """Return the key by which Megatron identifies a parameter group of a checkpoint, whatever optimizer steps it."""
+    return tuple(group.get(name) for name in _IDENTIFIERS if name != _OPTIMIZER)
 
 
 def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:

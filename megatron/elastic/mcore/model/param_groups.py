@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron.elastic.mcore.args.muon import MUON
+from megatron.elastic.mcore.args.optimizers import OF_MATRICES
 from megatron.elastic.state.layout import Matrix
 
 __all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of"]
@@ -68,12 +68,12 @@ class GroupKeys:
         return self._by_overrides[merged]
 
     def matrix(self, name: str, parameter: torch.nn.Parameter, shape: Sequence[int]) -> Matrix | None:
-        """Return the matrix that Muon steps, by Megatron's choice; ``shape``: the parameter's as cut at the launch.
+        """Return the matrix that Muon or Lion steps, by Megatron's choice; None: another optimizer steps it.
 
-        None: another optimizer steps it. Raises ``ValueError`` for a fused weight that has no such parts.
+        ``shape``: the parameter's as cut at the launch. Raises ``ValueError`` for a fused weight without such parts.
         """
         embeds = getattr(parameter, "is_embedding_or_output_parameter", False)
-        if self._config.optimizer not in MUON or embeds or len(shape) != 2:
+        if self._config.optimizer not in OF_MATRICES or embeds or len(shape) != 2:
             return None
         return Matrix(shape[0], shape[1], self._qkv_parts if "linear_qkv.weight" in name else ())
 
