@@ -32,16 +32,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.elastic.mcore.args.preflight import check_tokens, check_validation
-from megatron.elastic.mcore.patching.compat import batch_on_this_rank, predicts_here, run
+from megatron.elastic.mcore.patching.compat import batch_on_this_rank, packed_batch_on_this_rank, predicts_here, run
 
 Batch = tuple[torch.Tensor | None, ...]
+FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -128,18 +131,22 @@ def holds_mtp(vp_stage: int | None) -> bool:
     return predicts_here(core_transformer_config_from_args(args), vp_stage)
 
 
-def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> tuple[Batch, PackedSeqParams | None]:
     """Return (tokens, labels, loss_mask, attention_mask, position_ids), each [micro-batch, sequence].
 
-    All are None in the middle of a pipeline.
+    All are None in the middle of a pipeline. With them, where the sequences of a packed row end (``--sft``).
     """
     first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     predicts_ahead = holds_mtp(vp_stage)
-    if not (first or last or predicts_ahead):
-        return (None,) * 5
-    batch = batch_on_this_rank(data_iterator, first, last, predicts_ahead)
-    return tuple(batch[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
+    packed = None
+    if get_args().sft:
+        batch, packed = packed_batch_on_this_rank(data_iterator, first or last)
+    elif first or last or predicts_ahead:
+        batch = batch_on_this_rank(data_iterator, first, last, predicts_ahead)
+    else:
+        batch = {}
+    return tuple(batch.get(name) for name in FIELDS), packed
 
 
 def loss_func(
@@ -164,19 +171,22 @@ def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    (tokens, labels, loss_mask, attention_mask, position_ids), packed = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 
 def reads_data(vp_stage: int | None = None) -> bool:
-    """Return whether this rank feeds a pipeline: first or last stage, first of its tensor-parallel group."""
+    """Return whether this rank feeds a pipeline: first or last stage, first of its tensor-parallel group.
+
+    Every stage needs the ends of packed sequences.
+    """
     ignore = vp_stage is None
     ends = mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage) or mpu.is_pipeline_last_stage(
         ignore_virtual=ignore, vp_stage=vp_stage
     )
-    return bool((ends or holds_mtp(vp_stage)) and mpu.get_tensor_model_parallel_rank() == 0)
+    return bool((ends or get_args().sft or holds_mtp(vp_stage)) and mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -211,8 +221,9 @@ def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> 
     """Return train, validation and test datasets of at least ``sample_counts`` samples each."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    check_tokens(args, args.padded_vocab_size)
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    if not args.sft:  # a tokenizer makes those of conversations when they are read
+        check_tokens(args, args.padded_vocab_size)
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args))
     train, valid, test = builder.build()
     check_validation(args, train, valid)

@@ -145,6 +145,10 @@ class UnitChain:
         """See :class:`ModelInterface`."""
         return True
 
+    def takes_batch(self, piece: Piece) -> bool:
+        """See :class:`ModelInterface`."""
+        return piece.first == 0 or piece.end == self.compute_units
+
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Gradients need nothing more: a cell has one rank, or its ranks have equal gradients of what is replicated."""
 

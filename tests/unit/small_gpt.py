@@ -97,9 +97,8 @@ def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
         get_gpt_layer_local_spec(),
         VOCABULARY,
         LENGTH,
-        position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=tied,
-        **more,
+        **{"position_embedding_type": "learned_absolute", **more},
     )
     assert key_dropout(model, parallel_state.get_tensor_model_parallel_rank()) == ()
     return model

@@ -258,6 +258,10 @@ class EmulatedModel:
         """Nothing is read."""
         return False
 
+    def takes_batch(self, piece: Piece) -> bool:
+        """Nothing is read."""
+        return False
+
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Cells are single ranks: nothing to complete."""
 

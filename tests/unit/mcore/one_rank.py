@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training import global_vars, training
@@ -35,6 +37,7 @@ from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.model import torch_adam
 from megatron.elastic.mcore.model.latent_attention import make_two_widths
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs
+from megatron.elastic.mcore.model.packed_sequences import make_packed
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.patching import compat
 
@@ -241,10 +244,47 @@ def latent(case: Case) -> dict[str, Any]:
     }
 
 
-CHECKS = {"units": units, "adam": adam, "batches": batches, "default group": default_group, "latent": latent}
+def packed(case: Case) -> dict[str, Any]:
+    """A packed row through Megatron's model, and each of its sequences through it alone: outputs and gradients."""
+    config, ends = gpt_config(case, LAYERS, 0.0), [0, 3, 4, 11, LENGTH]
+    with mock.patch.object(DotProductAttention, "forward", make_packed(DotProductAttention.forward)):
+        model = gpt(config, tied=True, position_embedding_type="rope")
+        tokens = torch.randint(VOCABULARY, (1, LENGTH))
+        places = torch.tensor([[place - start for start, stop in pairwise(ends) for place in range(start, stop)]])
+        weights = torch.randn(LENGTH, VOCABULARY)
+        bounds = torch.tensor(ends, dtype=torch.int32)
+        row = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=7, max_seqlen_kv=7)
+
+        def gradients() -> list[torch.Tensor]:
+            found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            model.zero_grad()
+            return found
+
+        together = model(tokens, places, None, packed_seq_params=row)[0]
+        (together * weights).sum().backward()
+        of_row = gradients()
+        alone = torch.cat([model(tokens[:, a:b], places[:, a:b], None)[0] for a, b in pairwise(ends)])
+        (alone * weights).sum().backward()
+        of_parts = gradients()
+        one = model(tokens, torch.arange(LENGTH)[None], None)[0]
+    return {
+        "apart": float((together - alone).detach().abs().max()),
+        "gradients apart": max(float((a - b).abs().max()) for a, b in zip(of_row, of_parts, strict=True)),
+        "as one sequence": float((together - one).detach().abs().max()),
+    }
+
+
+CHECKS = {
+    "packed": packed,
+    "units": units,
+    "adam": adam,
+    "batches": batches,
+    "default group": default_group,
+    "latent": latent,
+}
 CASES = (
     *(Case("units"), Case("units", tied=True)),
-    *(Case("adam"), Case("batches"), Case("default group"), Case("latent")),
+    *(Case("adam"), Case("batches"), Case("default group"), Case("latent"), Case("packed")),
 )
 
 

@@ -53,3 +53,9 @@ def test_local_attention_takes_keys_and_values_of_two_widths(answers: Any) -> No
     found = answers["latent", False]
     assert found["shape"] and found["apart"] < 1e-5
     assert found["configured"] and found["one width"], "nothing else of Megatron's is changed"
+
+
+def test_a_packed_row_is_computed_as_its_sequences_are_alone(answers: Any) -> None:
+    found = answers["packed", False]
+    assert found["apart"] < 1e-5 and found["gradients apart"] < 1e-4
+    assert found["as one sequence"] > 1e-2, "without the mask they see each other"

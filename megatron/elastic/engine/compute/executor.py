@@ -196,8 +196,7 @@ class Executor:
     def data_pieces(self) -> tuple[Piece, ...]:
         """Return the pieces of this cell that read the data set, in order of their forwards."""
         order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
-        ends = {0, self._interface.compute_units}
-        return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends and p.rows)
+        return tuple(p for p in (self._pieces[i] for i in order) if p.rows and self._interface.takes_batch(p))
 
     def run(self, work: Pass) -> PassResult:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""

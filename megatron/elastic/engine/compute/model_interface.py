@@ -268,6 +268,9 @@ class ModelInterface(Protocol):
     def reads_data(self) -> bool:
         """Return whether this rank reads the data set itself; the model code sends the data to the rest of the cell."""
 
+    def takes_batch(self, piece: Piece) -> bool:
+        """Return whether a forward of ``piece`` takes a batch; those of the first and the last unit always do."""
+
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Complete gradients inside the cell (layer norms under sequence parallelism), in place.
 

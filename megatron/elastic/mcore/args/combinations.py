@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["precision_faults", "prediction_faults", "scales_at_once"]
+__all__ = ["packing_faults", "precision_faults", "prediction_faults", "scales_at_once"]
 
 
 def scales_at_once(args: Namespace) -> bool:
@@ -47,6 +47,24 @@ def _fp8_faults(args: Namespace, platform: str) -> Iterator[str]:
             f"{flag} with --recompute-granularity full: Transformer Engine recomputes such layers itself, without the "
             "dropout of each sample: use --recompute-granularity selective"
         )
+
+
+def packing_faults(args: Namespace) -> Iterator[str]:
+    """Yield what does not hold where rows are packed of several sequences, also without ``--elastic``."""
+    if args.micro_batch_size not in (None, 1):
+        yield f"--micro-batch-size {args.micro_batch_size} with --sft: a row is packed already: use 1"
+    if args.create_attention_mask_in_dataloader:
+        yield "--sft has a mask of its own: add --no-create-attention-mask-in-dataloader"
+    if args.transformer_impl == "transformer_engine":
+        return
+    for flag, asked in (
+        ("--context-parallel-size", (args.context_parallel_size or 1) > 1),
+        ("--multi-latent-attention", getattr(args, "multi_latent_attention", False)),
+        ("--mtp-num-layers", getattr(args, "mtp_num_layers", None)),
+        ("--window-size", getattr(args, "window_size", None)),
+    ):
+        if asked:
+            yield f"--sft with {flag} is not supported on Megatron's own layers: leave one of the two out"
 
 
 def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults, translated
+from megatron.elastic.mcore.args.conversations import conversation_faults
 
 __all__ = [
     "batch_sizes",
@@ -264,8 +265,12 @@ def check_data(args: Namespace) -> None:
     if args.mock_data:
         return
     with faults.collecting():
-        for flag, prefix in data_prefixes(args):
-            if "://" not in prefix:
+        named = [(flag, prefix) for flag, prefix in data_prefixes(args) if "://" not in prefix]
+        if getattr(args, "sft", False):
+            for fault in conversation_faults(args, named):
+                faults.add(fault)
+        else:
+            for flag, prefix in named:
                 with faults.collecting():
                     sequences = check_index(flag, prefix)
                     if flag in ("--data-path", "--data-args-path"):

@@ -189,8 +189,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
             _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
             "two layers would both restart ranks: leave it out"),
-    Feature("fine-tuning with packed sequences", ("--sft",), _any("sft"), "refused", "refused",
-            f"packed sequences need Transformer Engine's attention: {_GPU}, {_PLAIN}"),
+    Feature("fine-tuning with packed sequences", ("--sft",), _any("sft"), "works", "works",
+            "on Megatron's own layers with a mask; a row stays on one rank"),
     Feature("reinforcement learning", ("--perform-rl-step",), _any("perform_rl_step"), "works", "refused",
             f"its samples are made while it trains, not read by number: {_PLAIN}"),
     Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "works",
@@ -247,6 +247,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield from shared_experts.faults(args, config, platform)
     if args.num_experts:
         yield from _expert_faults(args, platform)
+    if getattr(args, "sft", False):
+        yield from combinations.packing_faults(args)
 
 
 def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -30,7 +30,7 @@ from megatron.elastic.mcore.model.sequence_gather import SequencePart, gathered
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.mcore.patching.patches import Row, bound
 
-__all__ = ["ContextParallel", "causal_mask", "of_the_cell"]
+__all__ = ["ContextParallel", "causal_mask", "of_the_cell", "unfused"]
 
 _ALONE = GroupStandIn(0, 1)
 
@@ -69,7 +69,7 @@ class ContextParallel:
             call["key"], call["value"] = (x.contiguous() for x in both.split([key.shape[-1], value.shape[-1]], dim=-1))
             if call["attention_mask"] is None and core.attn_mask_type == AttnMaskType.causal:
                 call["attention_mask"] = causal_mask(part.runs, part.cut.length, key.device)
-            with _unfused(core.scale_mask_softmax):
+            with unfused(core.scale_mask_softmax):
                 return original(**call)
 
         return attend
@@ -128,7 +128,7 @@ def _buildable(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _unfused(softmax: Any) -> Iterator[None]:
+def unfused(softmax: Any) -> Iterator[None]:
     """Have Megatron compute this softmax without Apex's kernels, which mask by the place in the tensor."""
     fused, softmax.scaled_masked_softmax_fusion = softmax.scaled_masked_softmax_fusion, False
     try:

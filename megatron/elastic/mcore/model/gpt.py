@@ -39,6 +39,7 @@ from megatron.elastic.mcore.model.expert_homes import (
 )
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, sized_as_layer
+from megatron.elastic.mcore.model.packed_sequences import mean_of_rows
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.prediction import predicts
 from megatron.elastic.mcore.model.quantized_weights import quantize_anew
@@ -102,6 +103,7 @@ class GptInterface:
         self._args = args
         self._config = get_model_config(chunks[0])
         self._reads_data = reads_data
+        self._packs = bool(getattr(args, "sft", False))
         self._layer_losses = layer_losses or LayerLosses()
         sizes = self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
         self._limits = CellLimits(sizes, self._config, args, tensor_group is not None, context_group is not None)
@@ -213,6 +215,10 @@ class GptInterface:
         """Return whether this rank reads the data set (:class:`ModelInterface`)."""
         return self._reads_data if self._places.present is None else self._places.present.position.index == 0
 
+    def takes_batch(self, piece: Piece) -> bool:
+        """Return whether a piece takes a batch (:class:`ModelInterface`): each one if its rows are packed."""
+        return self._packs or piece.first == 0 or piece.end == self.compute_units
+
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (:class:`ModelInterface`)."""
         self._anatomy.train(mode)
@@ -290,6 +296,8 @@ class GptInterface:
                     raise ValueError(f"the model returned {found} for a boundary of {tuple(expected)} in {kind}")
                 return output
             loss, part = _loss_output(loss_function(output)), self._context.part
+            if self._packs and not torch.is_grad_enabled():
+                loss = mean_of_rows(loss)
             return loss if part is None else of_the_cell(part, loss)
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:

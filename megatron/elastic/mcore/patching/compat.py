@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core import utils as core_utils
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args, training
 
-__all__ = ["batch_on_this_rank", "predicts_here", "run"]
+__all__ = ["batch_on_this_rank", "packed_batch_on_this_rank", "predicts_here", "run"]
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _OTHER_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
@@ -59,6 +61,39 @@ def batch_on_this_rank(
     batch = broadcast(**_accepted(broadcast, known))
     cut = core_utils.get_batch_on_this_cp_rank
     return dict(cut(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()))
+
+
+def packed_batch_on_this_rank(
+    data_iterator: Iterator[Any] | None, whole: bool
+) -> tuple[Mapping[str, torch.Tensor | None], PackedSeqParams]:
+    """Return the next row of packed sequences, broadcast from the group's first rank, and where these end.
+
+    Tensors are [1, sequence]; ``whole`` False: ``None``, for a stage that needs the ends alone. Each stage needs these,
+    but Megatron itself does not send them in every stage (0.17.1).
+    """
+    args, device = get_args(), torch.cuda.current_device()
+    group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
+    reads = mpu.get_tensor_model_parallel_rank() == 0
+    row: Mapping[str, torch.Tensor] = next(data_iterator) if reads and data_iterator is not None else {}
+
+    def sent(values: torch.Tensor | None, count: int, kind: torch.dtype) -> torch.Tensor:
+        empty = torch.empty((1, count), dtype=kind, device=device)
+        found = empty if values is None else empty.copy_(values.reshape(1, count))
+        dist.broadcast(found, source, group=group)
+        return found
+
+    ends = row.get("cu_seqlens")
+    found = sent(None if ends is None else torch.tensor([ends.numel(), int(row["max_seqlen"])]), 2, torch.int64)
+    count, longest = found[0].tolist()
+    ends = sent(ends, count, torch.int32)[0]
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    if not whole:
+        return dict.fromkeys(_KEYS), packed
+    kinds = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32, "position_ids": torch.int64}
+    batch = {name: sent(row.get(name), args.seq_length, kind) for name, kind in kinds.items()}
+    return {**batch, "attention_mask": None}, packed
 
 
 def predicts_here(config: Any, vp_stage: int | None) -> bool:

@@ -27,7 +27,7 @@ from megatron.elastic.mcore.args.moments import take_over_moments
 from megatron.elastic.mcore.args.muon import snapshot_line
 from megatron.elastic.mcore.args.overlap import take_over_overlap
 from megatron.elastic.mcore.checkpoint import save_queue
-from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, torch_adam
+from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, packed_sequences, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.mcore.patching.releases import between_releases, check_megatron, installed_version
 from megatron.elastic.platform.base import Platform
@@ -109,6 +109,12 @@ class Startup:
                 "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
                 "keys and values of two widths, as multi-latent attention has them, on the local attention",
                 latent_attention.make_two_widths,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.transformer.dot_product_attention.DotProductAttention.forward",
+                "packed sequences (--sft) on the local attention",
+                packed_sequences.make_packed,
                 group="platform",
             ),
             Patch(
