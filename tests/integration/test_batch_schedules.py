@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from megatron.elastic.mcore.patching.releases import in_range
 from tests.integration.elastic_job import MODEL, JobResult, deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, ROUNDING
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
 from tests.integration.test_engine_parity import NO_DROPOUT
 
+RAMPS_UP = pytest.mark.skipif(not in_range(version("megatron-core"), "<0.18"), reason="this megatron-core ramps not up")
 PLAIN_ROUNDING = 2e-6
 WARMED = MODEL.index("--lr-warmup-iters")
 BY_SAMPLES = [*MODEL[:WARMED], *MODEL[WARMED + 2 :]]
@@ -51,6 +54,7 @@ def consumed(job: JobResult) -> list[int]:
 
 
 @pytest.mark.slow
+@RAMPS_UP
 def test_losses_are_megatrons_and_ranks_may_be_lost_where_the_batch_grows(tmp_path: Path) -> None:
     flags = (*GROWS, *LEFT_OUT, *LOOKS, *NO_DROPOUT, "--save", str(tmp_path / "saved"), "--save-interval", "100")
     reference = plain_losses(tmp_path, *flags[: flags.index("--save")])
@@ -73,6 +77,7 @@ def test_losses_are_megatrons_and_ranks_may_be_lost_where_the_batch_grows(tmp_pa
 
 
 @pytest.mark.slow
+@RAMPS_UP
 @pytest.mark.parametrize(
     ("layout", "flags", "faults"),
     [
@@ -106,6 +111,34 @@ def test_losses_are_those_of_the_undisturbed_job(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not in_range(version("megatron-core"), ">=0.18"), reason="this megatron-core has no such schedule")
+def test_losses_are_megatrons_where_the_batch_grows_by_a_schedule(tmp_path: Path) -> None:
+    """Thresholds are tokens, of which a sample has 32. Ranks are lost in a step of each size."""
+    at = MODEL.index("--global-batch-size")
+    model = [*MODEL[:at], *MODEL[at + 2 : WARMED], *MODEL[WARMED + 2 :]]
+    flags = ("--train-samples", "112", "--step-batch-size-schedule", "0:4 256:8 1.024K:16", *NO_DROPOUT)
+    arguments = [*model, *flags, "--pipeline-model-parallel-size", "2"]
+    codes = run_jobs(tmp_path, [{"name": "plain", "world": 4, "seconds": 240, "arguments": arguments}])
+    assert codes == {"plain": [0] * 4}, logs(tmp_path, "plain")[-4000:]
+    reference = losses(logs(tmp_path, "plain"))
+    faults = (
+        "kill:rank=1,step=2,point=mid_backward",
+        "kill:rank=3,step=4,point=before_vote",
+        "kill:rank=2,step=7,point=after_update",
+        BACK,
+    )
+    injected = ("--elastic-allow-inject", "--elastic-inject", ";".join(faults))
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 0, *flags, *injected, model=model)
+    assert killed.code == 0, killed.output[-6000:]
+    assert consumed(killed) == [4, 4, 8, 8, 8, *[16] * 5]
+    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 2, 3}
+    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
+    assert {int(rank) for rank in re.findall(r"joined by (\d+)", killed.output)} == {1, 2, 3}
+    assert largest_deviation(reference, killed.losses) < PLAIN_ROUNDING
+
+
+@pytest.mark.slow
+@RAMPS_UP
 def test_a_checkpoint_of_a_growing_batch_goes_on_with_it(tmp_path: Path) -> None:
     """The size follows from the samples in the checkpoint; an iteration before it is not left out again."""
     flags, saved = (*GROWS, *LEFT_OUT, *NO_DROPOUT), tmp_path / "saved"

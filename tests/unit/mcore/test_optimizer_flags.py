@@ -9,7 +9,7 @@ import pytest
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import optimizers
-from megatron.elastic.mcore.args.optimizers import lion_warnings, optimizer_faults
+from megatron.elastic.mcore.args.optimizers import optimizer_faults
 
 
 def faults(version: str, patch: pytest.MonkeyPatch, **more: Any) -> list[str]:
@@ -31,10 +31,3 @@ def test_lion_needs_a_release_that_has_its_settings(version: str, known: bool, m
 def test_what_does_not_hold_with_lion(more: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = faults("0.19.2", monkeypatch, **more)
     assert line.startswith("--optimizer lion") and named in line and "\n" not in line
-
-
-def test_coefficients_that_megatron_does_not_take_are_named() -> None:
-    words = ["--lion-beta1=0.95", "--adam-beta2", "0.98"]
-    (line,) = lion_warnings(Namespace(optimizer="lion"), words)
-    assert line.startswith("--lion-beta1 has no effect") and "--adam-beta1" in line
-    assert not list(lion_warnings(Namespace(optimizer="muon"), words))

@@ -8,14 +8,14 @@ Muon does not step.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.muon import MUON, muon_faults, uses_muon
 from megatron.elastic.mcore.patching.releases import in_range, installed_version
 from megatron.elastic.state.lion import Lion
 
-__all__ = ["OF_MATRICES", "STEPPED", "lion_of", "lion_warnings", "optimizer_faults"]
+__all__ = ["OF_MATRICES", "STEPPED", "lion_of", "optimizer_faults"]
 
 OF_MATRICES = ("lion", *MUON)
 """Megatron's names of what steps matrices, beside which Adam steps the other parameters."""
@@ -38,14 +38,6 @@ def optimizer_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         yield from muon_faults(args, config)
     elif args.optimizer == "lion":
         yield from _lion_faults(args)
-
-
-def lion_warnings(args: Namespace, command_line: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each flag of Lion that ``--optimizer lion`` does not take."""
-    given = {word.split("=")[0] for word in command_line} & {"--lion-beta1", "--lion-beta2"}
-    if args.optimizer == "lion":
-        for flag in sorted(given):
-            yield f"{flag} has no effect: Megatron's --optimizer lion takes {flag.replace('lion', 'adam')}, as here"
 
 
 def _lion_faults(args: Namespace) -> Iterator[str]:

@@ -22,7 +22,8 @@ from megatron.elastic.control import env
 from megatron.elastic.mcore.args import combinations, flag_table, shared_experts, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.muon import uses_muon
-from megatron.elastic.mcore.args.optimizers import STEPPED, lion_warnings, optimizer_faults
+from megatron.elastic.mcore.args.optimizers import STEPPED, optimizer_faults
+from megatron.elastic.mcore.args.without_effect import ignored_flags
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
 
@@ -147,7 +148,8 @@ FEATURES: tuple[Feature, ...] = (
             f"a captured graph cannot follow when shapes and groups change: leave it out, or {_PLAIN}"),
     Feature("batch-size ramp-up", ("--rampup-batch-size", "--step-batch-size-schedule"),
             _any("rampup_batch_size", "step_batch_size_schedule"), "works", "works",
-            "plans follow the number of samples; --step-batch-size-schedule is Megatron 0.18's and later, not run"),
+            "plans follow the number of samples; from Megatron 0.18 on by --step-batch-size-schedule, since it ignores "
+            "--rampup-batch-size then"),
     Feature("Lion", ("--lion-beta1", "--lion-beta2"),
             lambda args: getattr(args, "optimizer", None) == "lion", "works", "works",
             "of Megatron 0.18 and later, which takes --adam-beta1 and --adam-beta2 for it; with --elastic no package "
@@ -217,7 +219,7 @@ def check(
     faults = tuple(_refusals(args, config, platform, words))
     if faults:
         raise BadInput(*faults)
-    return (*_unknown(words), *lion_warnings(args, words)) if args.elastic else ()
+    return (*_unknown(words), *ignored_flags(args, words)) if args.elastic else ()
 
 
 def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequence[str]) -> Iterator[str]:
