@@ -7,14 +7,21 @@ import signal
 import pytest
 
 from tests.standin.forked import Outcome, results
-from tests.unit.standin import device_checks, engine_checks, state_checks, suspect_checks
+from tests.unit.standin import (
+    device_checks,
+    engine_checks,
+    host_link_checks,
+    own_device_checks,
+    state_checks,
+    timing_checks,
+    vendor_checks,
+)
 
-CHECKS = [
-    (module.__name__, name)
-    for module in (device_checks, engine_checks, state_checks, suspect_checks)
-    for name in vars(module)
-    if name.startswith("check_")
-]
+MODULES = (
+    *(device_checks, engine_checks, state_checks),
+    *(host_link_checks, own_device_checks, timing_checks, vendor_checks),
+)
+CHECKS = [(module.__name__, name) for module in MODULES for name in vars(module) if name.startswith("check_")]
 
 
 @pytest.fixture(scope="module")
