@@ -101,8 +101,6 @@ class CellLimits:
             return "no rank has a context-parallel group"
         if getattr(self.config, "window_size", None):
             return "--window-size: Megatron's own layers mask by the place in a tensor"
-        if getattr(self.args, "sft", False):
-            return "--sft: a row of packed sequences stays on one rank"
         if getattr(self.args, "position_embedding_type", "") == "mrope":
             return "--position-embedding-type mrope needs all of the sequence on one rank"
         return ""

@@ -166,6 +166,8 @@ class GptInterface:
 
     def objection(self, parts: int) -> str:
         """Return why this process's script cannot compute a part of the sequence (:class:`ModelInterface`)."""
+        if parts > 1 and self._packs:
+            return "--sft: a row of packed sequences stays on one rank"
         if parts == 1 or self._context.cuts_batches or not self._has_read:
             return ""
         return "the script does not call get_batch_on_this_cp_rank, so each rank would have all of the sequence"
