@@ -13,6 +13,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.combinations import precision_faults, prediction_faults
+from megatron.elastic.mcore.args.plans import PLANS
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -203,6 +204,10 @@ def test_no_flag_stands_in_two_rows_that_disagree() -> None:
 
 def test_every_refusal_says_what_to_do() -> None:
     assert [row.name for row in FEATURES if "refused" in (row.cpu, row.elastic) and not row.fix] == []
+
+
+def test_each_refused_feature_has_a_plan_or_a_reason_for_none() -> None:
+    assert list(PLANS) == [row.name for row in FEATURES if row.elastic == "refused"]
 
 
 def test_the_support_page_is_current() -> None:

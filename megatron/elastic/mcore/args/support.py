@@ -23,6 +23,7 @@ from megatron.elastic.mcore.args import combinations, flag_table, shared_experts
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.muon import uses_muon
 from megatron.elastic.mcore.args.optimizers import STEPPED, optimizer_faults
+from megatron.elastic.mcore.args.plans import PLANS
 from megatron.elastic.mcore.args.without_effect import ignored_flags
 from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
@@ -438,6 +439,10 @@ def docs() -> str:
                 for row in FEATURES
             ),
         ),
+        "",
+        "## What is planned for what is refused?",
+        "",
+        *_table(("refused with --elastic", "plan"), PLANS.items()),
         "",
         "## Which flags are substituted where a dependency is missing?",
         "",

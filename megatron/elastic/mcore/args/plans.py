@@ -1,0 +1,38 @@
+"""What is planned for each feature that is refused with ``--elastic``: data for ``docs/support.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["PLANS"]
+
+_NONE = "none: "
+
+# A table: one row a line, which the formatter would break up.
+# fmt: off
+PLANS: Mapping[str, str] = {
+    "context parallelism that varies by batch":
+        "cut each packed row by its own sequences, on Megatron's own layers first",
+    "balancing experts over the global batch":
+        "counts of all tokens in the step's record, as for balancing by a bias; the loss is then one step late",
+    "experts from a dense checkpoint": "make the experts while the checkpoint is read",
+    "linear and sparse attention variants": "take over their layers once they have been run on a GPU",
+    "hybrid (state-space) models": "take over their layers once they have been run on a GPU",
+    "torch FSDP2": _NONE + "state is sharded over all ranks already, with copies",
+    "Megatron FSDP": _NONE + "state is sharded over all ranks already, with copies",
+    "FP8 with scales of past micro-batches":
+        "largest values of a whole step, agreed on with its vote; a history of these in each rank, handed to newcomers",
+    "parameters in FP8": "gather quantized parameters with their scales, after FP8 has been run on a GPU",
+    "FP4": "as FP8, after that has been run on a GPU",
+    "CUDA graphs": "a graph a piece, captured anew after each change",
+    "SOAP, and Muon with an adaptive step": "whole matrices as blocks and copies of state, as for Muon",
+    "checkpoints of FSDP and older formats": _NONE + "torch_dist is read at any sizes",
+    "node-local checkpoints": _NONE + "copies in memory replace them",
+    "other data orders": _NONE + "a batch of no numbered samples cannot be read again",
+    "filling in the middle": "draw the cut of a sample by its number",
+    "replicas that start unequal": _NONE + "ranks take each other's samples over, so replicas are equal",
+    "another fault-tolerance layer": _NONE + "each would restart what the other keeps",
+    "reinforcement learning": "samples of a step kept by number until its commit",
+}
+"""Feature (:data:`~megatron.elastic.mcore.args.support.FEATURES`) → plan."""
+# fmt: on
