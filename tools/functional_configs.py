@@ -357,6 +357,9 @@ def _chosen(cases: Sequence[Configuration], names: Sequence[str] | None) -> list
     if names is None:
         return list(cases)
     by_name = {case.name: case for case in cases}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise SystemExit(f"error: --only {' '.join(unknown)}: the checkout has no such configuration")
     return [by_name[name] for name in names]
 
 
