@@ -117,7 +117,7 @@ class Hyper:
     eps: float = 1e-8
     sgd_momentum: float = 0.9
     matrices: Muon | Lion | None = None
-    """What steps matrices; ``optimizer`` steps the other parameters. None: it steps all."""
+    """The optimizer of matrices; ``optimizer`` steps the other parameters. None: it steps all parameters."""
     moments: tuple[MomentType, MomentType] = ("fp32", "fp32")
     """Types of the values of Adam's exp_avg and exp_avg_sq, which are kept in fp32 tensors."""
     scaler: Literal["none", "constant", "dynamic"] = "none"

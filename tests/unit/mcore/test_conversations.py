@@ -1,4 +1,4 @@
-"""What --sft reads is checked before anything is built, one line a fault."""
+"""Files and packages for --sft are checked before anything is built, one line a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of Muon and Lion is what the package's own optimizers write, and read."""
+"""Checkpoints hold for Muon and Lion the state that the package's own optimizers write and read."""
 
 from __future__ import annotations
 

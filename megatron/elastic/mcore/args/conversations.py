@@ -1,4 +1,4 @@
-"""What ``--sft`` reads, checked before the model is built: files of conversations, and the packages that read them.
+"""Checks of the files of conversations for ``--sft``, and of the packages that read them, before the model is built.
 
 A file has one JSON object a line, whose ``messages`` each have a ``role`` and ``content`` (Megatron's
 ``SFTLowLevelDataset``). The first line is looked at, and no more.

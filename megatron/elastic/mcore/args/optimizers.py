@@ -15,7 +15,7 @@ from megatron.elastic.mcore.args.muon import MUON, muon_faults, uses_muon
 from megatron.elastic.mcore.patching.releases import in_range, installed_version
 from megatron.elastic.state.lion import Lion
 
-__all__ = ["OF_MATRICES", "STEPPED", "lion_of", "optimizer_faults"]
+__all__ = ["LION_RELEASES", "OF_MATRICES", "STEPPED", "lion_of", "optimizer_faults"]
 
 OF_MATRICES = ("lion", *MUON)
 """Megatron's names of what steps matrices, beside which Adam steps the other parameters."""

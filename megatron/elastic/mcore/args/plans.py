@@ -1,4 +1,4 @@
-"""What is planned for each feature that is refused with ``--elastic``: data for ``docs/support.md``."""
+"""The plan for each feature that is refused with ``--elastic``: data for ``docs/support.md``."""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ def packed_batch_on_this_rank(
     args, device = get_args(), torch.cuda.current_device()
     group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
     reads = mpu.get_tensor_model_parallel_rank() == 0
-    row: Mapping[str, torch.Tensor] = next(data_iterator) if reads and data_iterator is not None else {}
+    row: Mapping[str, torch.Tensor] = {}
+    if reads:
+        assert data_iterator is not None, "this rank feeds its tensor-parallel group"
+        row = next(data_iterator)
 
     def sent(values: torch.Tensor | None, count: int, kind: torch.dtype) -> torch.Tensor:
         empty = torch.empty((1, count), dtype=kind, device=device)
