@@ -171,6 +171,13 @@ class UnitChain:
         """See :class:`ModelInterface`: there are no experts."""
         return {}
 
+    def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+
+    def amaxes(self) -> Mapping[int, Sequence[float]]:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+        return {}
+
     def train(self, mode: bool) -> None:
         """Nothing is random."""
 

@@ -15,6 +15,9 @@ layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
     python -m tests.integration.kill_walk tp4pp2 --group steps --folder /tmp/walk --elastic-tensor park
+    python -m tests.integration.kill_walk pp2dp2 --group steps --folder /tmp/walk --elastic-exact \
+        --calculate-per-token-loss --script tests/integration/delayed_scaling_training.py --fp8-format hybrid \
+        --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max
 
 Flags that it does not know go to the job.
 
@@ -43,7 +46,7 @@ from pathlib import Path
 
 from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS
 from megatron.elastic.observe.events import read_events
-from tests.integration.elastic_job import JobResult, elastic_command, elastic_job, environment_of
+from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, environment_of
 from tests.integration.launcher import start_launcher
 from tests.scenario.scenario import RETURNS, Layout, Scenario, parse
 
@@ -63,6 +66,7 @@ __all__ = [
     "walk",
 ]
 
+SCRIPT = ROOT / "pretrain_gpt.py"
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 MANY = 4000
 LEAVING_SECONDS = 20.0
@@ -207,15 +211,21 @@ class Watch:
 
 
 def run_walk(
-    folder: Path, layout: Layout, cases: Sequence[Scenario], *flags: str, seconds: float, returns: str = "soon"
+    folder: Path,
+    layout: Layout,
+    cases: Sequence[Scenario],
+    *flags: str,
+    seconds: float,
+    returns: str = "soon",
+    script: Path = SCRIPT,
 ) -> JobResult:
     """One job through all ``cases``; drained when the last lost rank is back, killed after ``seconds``.
 
     Samples come through loader workers, as in Megatron's own default: they read ahead, and that must not matter.
     """
-    script, losses = list[str](), 0
+    faults, losses = list[str](), 0
     for case in cases:
-        script += case.after(losses).script
+        faults += case.after(losses).script
         losses += len(struck(case))
     slow = Scenario(layout, back=returns).lingering
     command = elastic_command(
@@ -234,7 +244,8 @@ def run_walk(
         "1",
         "--elastic-allow-inject",
         "--elastic-inject",
-        ";".join([slow, *script]),
+        ";".join([slow, *faults]),
+        script=script,
     )
     folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(folder / "output.txt", folder / "events")
@@ -262,7 +273,7 @@ def cached(folder: Path) -> tuple[str, str]:
     return ("--data-cache-path", str(folder / "cache"))
 
 
-def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobResult:
+def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str, script: Path = SCRIPT) -> JobResult:
     """The same training without faults, ended after ``steps``; on fewer ranks (:attr:`Layout.plain`)."""
     plain = layout.plain
     result = elastic_job(
@@ -279,6 +290,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
         "--exit-interval",
         str(steps),
         seconds=3000.0,
+        script=script,
     )
     assert result.code == 0, result.output[-4000:]
     return result
@@ -393,13 +405,15 @@ def walk(
     seconds: float = 170.0,
     shared: Path | None = None,
     returns: str = "soon",
+    script: Path = SCRIPT,
 ) -> Walked:
     """Run, check and compare; with an undisturbed run in ``shared``, if other walks are to be held against it, too."""
-    result = run_walk(folder, layout, cases, *flags, seconds=seconds, returns=returns)
+    result = run_walk(folder, layout, cases, *flags, seconds=seconds, returns=returns, script=script)
     check(cases, result)
     steps = max(result.committed)
     if shared is None:
-        reference = undisturbed(folder / "undisturbed", layout, steps, *training_flags(flags), *cached(folder))
+        further = (*training_flags(flags), *cached(folder))
+        reference = undisturbed(folder / "undisturbed", layout, steps, *further, script=script)
     else:
         reference = kept(shared, layout, steps)
     deviation = deviations(result, reference, "--eval-interval" in flags)
@@ -419,10 +433,11 @@ def walk(
 
 
 def training_flags(flags: Sequence[str]) -> list[str]:
-    """``flags`` without those that do not matter to an undisturbed run: of the engine, of checkpoints."""
+    """``flags`` without those that do not matter to an undisturbed run: of the engine but its sums, of checkpoints."""
     kept, drop = list[str](), False
     for word in flags:
-        drop = word.startswith(("--elastic-", "--save")) or (drop and not word.startswith("--"))
+        of_engine = word.startswith(("--elastic-", "--save")) and word != "--elastic-exact"
+        drop = of_engine or (drop and not word.startswith("--"))
         kept += [] if drop else [word]
     return kept
 
@@ -438,6 +453,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where output, events and checkpoints go")
     parser.add_argument("--undisturbed", type=Path, help="a folder that keeps undisturbed runs for the next walk")
     parser.add_argument("--undisturbed-steps", type=int, default=0, help="how long one is made there if there is none")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="what the job runs")
     parser.add_argument("--seconds", type=float, default=3600.0, help="when the job is given up")
     asked, further = parser.parse_known_args()
     groups = [name for name, points in GROUPS.items() if set(asked.points or points) <= set(points)]
@@ -452,7 +468,14 @@ def main() -> None:
         kept(asked.undisturbed, layout, asked.undisturbed_steps)
     flags = (*flags_of(group, asked.folder), *further)
     walked = walk(
-        asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed, returns=asked.returns
+        asked.folder,
+        layout,
+        cases,
+        *flags,
+        seconds=asked.seconds,
+        shared=asked.undisturbed,
+        returns=asked.returns,
+        script=asked.script,
     )
     told = {"layout": asked.layout, "flags": " ".join(further), "group": group, "back": asked.returns}
     print(json.dumps({**told, **dataclasses.asdict(walked)}))

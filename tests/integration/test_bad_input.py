@@ -365,7 +365,7 @@ def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp
     done = checked(tmp_path, "--elastic-mirrors", "-1", "--elastic-spares", "-2", "--fp8-format", "hybrid", secret="")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    words = ("--elastic-mirrors", "--elastic-spares", "--fp8-recipe", "--global-batch-size 2", "--elastic-secret-file")
+    words = ("--elastic-mirrors", "--elastic-spares", "--fp8-format", "--global-batch-size 2", "--elastic-secret-file")
     assert [sum(word in error for error in errors) for word in words] == [1] * 5, errors
     assert len(errors) == 5 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 

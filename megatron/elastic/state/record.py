@@ -13,7 +13,7 @@ Semantics are Megatron's (megatron.core.optimizer):
 - a step with non-finite gradients is skipped only with a loss scaler;
 - ``DynamicGradScaler`` holds its scale in fp32;
 - a skipped step advances neither learning rate schedule nor Adam's step, but does consume its samples;
-- a step that is left out is a skipped one of which loss scaler and expert bias do not learn.
+- a step that is left out is a skipped one of which loss scaler, expert bias and FP8 scales do not learn.
 
 Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a repeated vote
 with another order of additions gives the same record.
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
+from megatron.elastic.state.delayed_scaling import DelayedScaling
 from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.expert_layers import ExpertLayers
 from megatron.elastic.state.expert_load import ExpertLoad
@@ -132,6 +133,8 @@ class Hyper:
     """Layers whose routers have a bias that follows the numbers of tokens; None: there are none."""
     load: ExpertLoad | None = None
     """Layers whose experts ranks share, so that their load is measured; None: there are none."""
+    scaling: DelayedScaling | None = None
+    """Tensors in FP8 whose scales follow past steps; None: there are none."""
 
     @property
     def counted(self) -> ExpertLayers | None:
@@ -211,6 +214,8 @@ class StepRecord:
     """Bias of routers in the next step (:class:`ExpertBalance`); empty where no layer has one."""
     expert_load: str = ""
     """Measured load of experts (:class:`ExpertLoad`); empty before the first step, and where it is not measured."""
+    fp8_scales: str = ""
+    """Scales of tensors in the next step (:class:`DelayedScaling`); empty where none follows past steps."""
 
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
@@ -220,6 +225,7 @@ class StepRecord:
             loss_scale=_fp32(hyper.initial_loss_scale),
             hysteresis_tracker=hyper.hysteresis,
             expert_bias="" if hyper.balance is None else hyper.balance.start,
+            fp8_scales="" if hyper.scaling is None else hyper.scaling.start,
         )
 
     def at_adam_step(self, step: int, hyper: Hyper) -> StepRecord:
@@ -284,6 +290,8 @@ class Vote:
     """True if nothing was computed from the samples, so that there is no gradient."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received, where they are counted."""
+    amaxes: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → largest absolute value of each of its tensors in FP8, where scales follow from them."""
 
 
 def _fp32(value: float) -> float:
@@ -362,6 +370,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         speeds=vote.speeds,
         expert_bias=_next_bias(previous, vote, hyper),
         expert_load=_next_load(previous, vote, hyper),
+        fp8_scales=_next_scales(previous, vote, hyper),
     )
 
 
@@ -377,6 +386,13 @@ def _next_load(previous: StepRecord, vote: Vote, hyper: Hyper) -> str:
     if hyper.load is None or vote.left_out:
         return previous.expert_load
     return hyper.load.advanced(previous.expert_load, vote.expert_tokens)
+
+
+def _next_scales(previous: StepRecord, vote: Vote, hyper: Hyper) -> str:
+    """Return the scales of tensors; as in Megatron a step without an update of parameters changes them too."""
+    if hyper.scaling is None or vote.left_out:
+        return previous.fp8_scales
+    return hyper.scaling.advanced(previous.fp8_scales, vote.amaxes)
 
 
 def _norm(squares: list[float]) -> float:

@@ -69,6 +69,13 @@ class Layers:
         """See :class:`ModelInterface`: there are no experts."""
         return {}
 
+    def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+
+    def amaxes(self) -> Mapping[int, Sequence[float]]:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+        return {}
+
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         raise AssertionError("no ranks share experts here")
 

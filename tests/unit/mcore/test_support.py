@@ -36,6 +36,9 @@ def plain(**given: Any) -> Namespace:
         "dataloader_type": None,
         "error_injection_rate": 0,
         "tensor_model_parallel_size": 2,
+        "fp8_recipe": "delayed",
+        "mtp_num_layers": None,
+        "heterogeneous_layers_config_path": None,
     }
     return Namespace(**{**base, **given})
 
@@ -47,7 +50,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
-    ("--fp8-recipe", {"fp8": "hybrid"}),
+    ("--fp8-quantizer-factory", {"fp8": "hybrid", "fp8_recipe": "custom"}),
     ("--fp4-format", {"fp4": "e2m1"}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
     ("--optimizer", {"optimizer": "soap"}),
@@ -163,9 +166,9 @@ def test_exact_mode_takes_microbatches_of_any_size_and_loss(asked: dict[str, Any
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
-    asked = plain(fp8="hybrid", fp8_recipe="delayed")
-    with pytest.raises(BadInput, match=r"^--fp8-amax-history-len "):
-        check(asked, ElasticConfig(), "cuda", ["--fp8-amax-history-len=16"])
+    asked = plain(hybrid_layer_pattern=None, hybrid_override_pattern="M-M*")
+    with pytest.raises(BadInput, match=r"^--hybrid-override-pattern "):
+        check(asked, ElasticConfig(), "cuda", ["--hybrid-override-pattern=M-M*"])
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:
@@ -255,8 +258,8 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         check(plain(moe_use_upcycling=True, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
     assert [text.split()[0] for text in caught.value.texts] == [
         "--moe-use-upcycling",
-        "--fp8-recipe",
         "--elastic-spares",
+        "--fp8-format",
     ]
 
 
@@ -422,15 +425,14 @@ def test_a_number_of_replicas_takes_a_policy_that_makes_some(policy: Literal["of
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "blockwise", "transformer_impl": "transformer_engine"}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
-def test_fp8_is_elastic_where_scales_follow_from_present_values(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_fp8_is_elastic_with_every_recipe_of_transformer_engine(recipe: str) -> None:
     check(plain(**{**FP8, "fp8_recipe": recipe}), ElasticConfig(), "cuda", [])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "custom"])
-def test_fp8_with_scales_of_past_micro_batches_is_refused(recipe: str) -> None:
-    with pytest.raises(BadInput, match=r"--fp8-recipe .*past micro-batches.*: use --fp8-recipe tensorwise") as error:
-        check(plain(**{**FP8, "fp8_recipe": recipe}), ElasticConfig(), "cuda", ["--fp8-format", "hybrid"])
+def test_fp8_by_a_quantizer_of_ones_own_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--fp8-quantizer-factory .*: use --fp8-recipe delayed, tensorwise") as error:
+        check(plain(**{**FP8, "fp8_recipe": "custom"}), ElasticConfig(), "cuda", ["--fp8-format", "hybrid"])
     assert len(error.value.texts) == 1
 
 
@@ -444,6 +446,12 @@ def test_fp8_with_scales_of_past_micro_batches_is_refused(recipe: str) -> None:
         ({"fp8_dot_product_attention": True}, "cuda", "--fp8-dot-product-attention: .* leave it out"),
         ({"fp8_multi_head_attention": True}, "cuda", "--fp8-multi-head-attention: .* leave it out"),
         ({"recompute_granularity": "full"}, "cuda", "--recompute-granularity full: .* use .* selective"),
+        ({"fp8_recipe": "delayed", "mtp_num_layers": 1}, "cuda", "--mtp-num-layers: .* --fp8-recipe tensorwise"),
+        (
+            {"fp8_recipe": "delayed", "heterogeneous_layers_config_path": "layers.json"},
+            "cuda",
+            "--heterogeneous-layers-config-path: .* --fp8-recipe tensorwise",
+        ),
     ],
 )
 def test_what_does_not_hold_in_fp8_is_refused(given: dict[str, Any], platform: str, words: str) -> None:

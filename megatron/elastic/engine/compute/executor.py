@@ -76,6 +76,8 @@ class Pass:
     training: bool = True
     expert_bias: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Unit → bias of its router, by expert."""
+    scales: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → scale of each of its tensors in FP8, where scales follow past steps."""
 
 
 @dataclass
@@ -92,6 +94,8 @@ class PassResult:
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received from here, where they are counted."""
+    amaxes: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → largest absolute value of each of its tensors in FP8, where scales follow from them."""
     measured: PieceTimes = field(default_factory=PieceTimes)
     _unread: list[tuple[torch.Tensor | None, dict[str, torch.Tensor]]] = field(default_factory=list)
     """Tokens and reported values of losses, which the device may not have computed yet."""
@@ -204,6 +208,7 @@ class Executor:
         self._reset()
         self._interface.parameters_changed()
         self._interface.set_expert_bias(work.expert_bias)
+        self._interface.set_scales(work.scales)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
@@ -221,6 +226,7 @@ class Executor:
             if work.training:
                 result.report |= self._interface.layer_losses()
                 result.expert_tokens = self._interface.expert_tokens()
+                result.amaxes = self._interface.amaxes()
             if work.timeline.enabled:
                 self._draw(result, work.timeline)
         finally:

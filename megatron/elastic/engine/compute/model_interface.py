@@ -304,6 +304,12 @@ class ModelInterface(Protocol):
         Only of routers with a bias, and of layers whose experts ranks share.
         """
 
+    def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
+        """Use ``scales`` (unit → one a tensor in FP8) from now on, and forget :meth:`amaxes`; empty: there are none."""
+
+    def amaxes(self) -> Mapping[int, Sequence[float]]:
+        """Return unit → largest absolute value of each of its tensors in FP8 since :meth:`set_scales`."""
+
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (dropout)."""
 

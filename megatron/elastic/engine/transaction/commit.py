@@ -10,7 +10,7 @@ An attempt is kept until the step is over. If every rank that had the vote's sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.exchange import gather_messages
@@ -23,6 +23,7 @@ from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.view import block_index
 from megatron.elastic.engine.settings import StepResult
+from megatron.elastic.engine.transaction.amaxes import largest_over_ranks
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Voted
@@ -58,6 +59,8 @@ class _Attempt:
     """Copies of this rank that differ from their owners', as found while shipping."""
     contents: Contents = field(default_factory=lambda: ({}, {}))
     """Digests of the samples that this rank read."""
+    amaxes: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Largest values of tensors in FP8, over all ranks."""
 
 
 def _never() -> bool:
@@ -148,6 +151,7 @@ class StepCommit:
         if result is None:
             attempt.tally = Tally()
         else:
+            attempt.amaxes = largest_over_ranks(at.tools, at.view.living, result.amaxes)
             attempt.tally, attempt.disputes, attempt.contents = body.tally(result, key), body.disputes, result.contents
         attempt.requests = open_requests(at)
         wishes(attempt.tally, attempt.requests)
@@ -276,6 +280,7 @@ class StepCommit:
             speeds=self._migrator.heading.assignment.same_cells(view.assignment, self._rebalancer.pace.speeds()),
             rates=total.rates,
             expert_tokens=total.expert_tokens,
+            amaxes=attempt.amaxes,
         )
 
     # -- after it ------------------------------------------------------------------

@@ -145,7 +145,7 @@ class StepBody:
             raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
-        grid, balance = self._view.plan.grid, tools.settings.hyper.balance
+        grid, balance, scaling = self._view.plan.grid, tools.settings.hyper.balance, tools.settings.hyper.scaling
         behind = self._background if training and self._background is not None and self._background.early else None
         if behind is not None:
             behind.begin()
@@ -165,6 +165,7 @@ class StepBody:
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
             expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
+            scales={} if scaling is None else scaling.scales(record.fp8_scales),
             final=_at_no_end if behind is None else behind.final,
             between=_nothing if behind is None else behind.advance,
             aside=lambda: sum(one.aside_ns for one in (behind, gathering) if one is not None),

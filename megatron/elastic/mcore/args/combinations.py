@@ -11,17 +11,12 @@ from collections.abc import Iterator, Sequence
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["packing_faults", "precision_faults", "prediction_faults", "scales_at_once"]
-
-
-def scales_at_once(args: Namespace) -> bool:
-    """Return whether --fp8-recipe scales tensors by their present values alone, without a history."""
-    return getattr(args, "fp8_recipe", None) in ("tensorwise", "blockwise", "mxfp8")
+__all__ = ["packing_faults", "precision_faults", "prediction_faults"]
 
 
 def precision_faults(args: Namespace, platform: str) -> Iterator[str]:
     """Yield what does not hold with types that a run chooses for layers and for optimizer state."""
-    if getattr(args, "fp8", None) and scales_at_once(args):
+    if getattr(args, "fp8", None) and args.fp8_recipe != "custom":
         yield from _fp8_faults(args, platform)
     if getattr(args, "use_precision_aware_optimizer", False):
         yield from moment_faults(args)
@@ -42,11 +37,23 @@ def _fp8_faults(args: Namespace, platform: str) -> Iterator[str]:
                 f"--{name.replace('_', '-')}: Transformer Engine scales the softmax by past micro-batches, which other "
                 "ranks may have computed: leave it out"
             )
+    if args.fp8_recipe == "delayed":
+        yield from _delayed_faults(args)
     if getattr(args, "recompute_granularity", None) == "full":
         yield (
             f"{flag} with --recompute-granularity full: Transformer Engine recomputes such layers itself, without the "
             "dropout of each sample: use --recompute-granularity selective"
         )
+
+
+def _delayed_faults(args: Namespace) -> Iterator[str]:
+    """Yield where scales that follow past steps are not known by layer and tensor."""
+    for flag, asked in (
+        ("--mtp-num-layers", args.mtp_num_layers),
+        ("--heterogeneous-layers-config-path", args.heterogeneous_layers_config_path),
+    ):
+        if asked:
+            yield f"--fp8-recipe delayed with {flag}: layers must have equal tensors: use --fp8-recipe tensorwise"
 
 
 def packing_faults(args: Namespace) -> Iterator[str]:

@@ -20,9 +20,7 @@ PLANS: Mapping[str, str] = {
     "hybrid (state-space) models": "take over their layers once they have been run on a GPU",
     "torch FSDP2": _NONE + "state is sharded over all ranks already, with copies",
     "Megatron FSDP": _NONE + "state is sharded over all ranks already, with copies",
-    "FP8 with scales of past micro-batches":
-        "largest values of a whole step, agreed on with its vote; a history of these in each rank, handed to newcomers",
-    "parameters in FP8": "gather quantized parameters with their scales, after FP8 has been run on a GPU",
+    "FP8 by a quantizer of one's own": "none, as long as what it keeps cannot be read and handed over",
     "FP4": "as FP8, after that has been run on a GPU",
     "CUDA graphs": "a graph a piece, captured anew after each change",
     "SOAP, and Muon with an adaptive step": "whole matrices as blocks and copies of state, as for Muon",

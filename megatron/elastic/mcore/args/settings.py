@@ -17,6 +17,7 @@ from megatron.elastic.mcore.model.layer_specs import routed_layers
 from megatron.elastic.mcore.model.prediction import further_units, predicts
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.delayed_scaling import DelayedScaling
 from megatron.elastic.state.expert_bias import ExpertBalance
 from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.record import Hyper, Schedule
@@ -94,6 +95,7 @@ def engine_settings(
     batch_size: Callable[[int], int],
     balance: ExpertBalance | None = None,
     load: ExpertLoad | None = None,
+    scaling: DelayedScaling | None = None,
 ) -> Settings:
     """Return the numerics of the run. ``batch_size``: consumed samples → samples of the step that follows."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
@@ -119,6 +121,7 @@ def engine_settings(
         hysteresis=int(args.hysteresis),
         balance=balance,
         load=load,
+        scaling=scaling,
     )
     return Settings(
         seed=args.seed,

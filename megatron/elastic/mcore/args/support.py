@@ -130,17 +130,14 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
             _any("use_megatron_fsdp"), "refused", "refused",
             "it shards parameters in its own way: use --use-distributed-optimizer"),
-    Feature("FP8", ("--fp8-format",),
-            lambda args: bool(getattr(args, "fp8", None)) and combinations.scales_at_once(args),
-            "refused", "works", "with --fp8-recipe tensorwise, blockwise or mxfp8, in dense layers of Transformer "
-            "Engine; never run on a GPU"),
-    Feature("FP8 with scales of past micro-batches", ("--fp8-recipe", "--fp8-amax-history-len",
-                                                      "--fp8-amax-compute-algo"),
-            lambda args: bool(getattr(args, "fp8", None)) and not combinations.scales_at_once(args),
-            "refused", "refused", "scales then depend on which rank computed which micro-batch before: use "
-            "--fp8-recipe tensorwise, blockwise or mxfp8"),
-    Feature("parameters in FP8", ("--fp8-param-gather",), _any("fp8_param_gather"), "refused", "refused",
-            "parameters are gathered in the type of the model: leave it out"),
+    Feature("FP8", ("--fp8-format", "--fp8-recipe"),
+            lambda args: _any("fp8")(args) and _other_than("fp8_recipe", "custom")(args),
+            "refused", "works", "in dense layers of Transformer Engine; with --fp8-recipe delayed scales change once a "
+            "step; never run on a GPU"),
+    Feature("FP8 by a quantizer of one's own", ("--fp8-quantizer-factory",),
+            lambda args: _any("fp8")(args) and not _other_than("fp8_recipe", "custom")(args),
+            "refused", "refused", "it may keep what no other rank knows: use --fp8-recipe delayed, tensorwise, "
+            "blockwise or mxfp8"),
     Feature("FP4", ("--fp4-format", "--fp4-param-gather"), _any("fp4", "fp4_param_gather"), "refused", "refused",
             f"needs Transformer Engine on a GPU: use --bf16, or {_PLAIN}"),
     Feature("CUDA graphs", ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),

@@ -95,9 +95,12 @@ class OptimizerCheckpoint:
         self._duties = {duty: self._built[duty.rank] for duty in others}
         with ExitStack() as stack:
             stack.callback(self._duties.clear)
-            balance, record = self._engine.tools.settings.hyper.balance, self._engine.record
+            hyper, record = self._engine.tools.settings.hyper, self._engine.record
+            bias = {} if hyper.balance is None else hyper.balance.by_unit(record.expert_bias)
+            scales = {} if hyper.scaling is None else hyper.scaling.tensors(record.fp8_scales)
             for place in (self._own, *self._duties.values()):
-                place.interface.set_expert_bias({} if balance is None else balance.by_unit(record.expert_bias))
+                place.interface.set_expert_bias(bias)
+                place.interface.keep_scales(scales)
                 stack.enter_context(place.interface.as_launched())
             yield
 

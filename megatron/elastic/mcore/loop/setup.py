@@ -48,6 +48,7 @@ from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.evaluation import Evaluated, EvaluatedSet, batches_of, test_set, validation_sets
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.context_parallel import ContextParallel
+from megatron.elastic.mcore.model.delayed_scales import delayed_scaling
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
@@ -63,6 +64,7 @@ from megatron.elastic.runtime.connect import Links, open_links
 from megatron.elastic.runtime.publish import RepeatedWork, publish_recovery
 from megatron.elastic.runtime.start import found, join
 from megatron.elastic.runtime.telemetry import write_recovery
+from megatron.elastic.state.delayed_scaling import TensorScale
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.saved_contents import SavedContents, layout_digest
 
@@ -197,7 +199,8 @@ class Setup:
             args, config, tied, links.fabric.slots, sizes.largest, self._config.replicas_of_a_rank
         )
         self._others = AbsentParts(topology, build_model, groups)
-        settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config), expert_load(args, config))
+        of_layers = (expert_balance(args, config), expert_load(args, config), delayed_scaling(args, model))
+        settings = engine_settings(args, self._schedule, sizes, *of_layers)
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )
@@ -262,6 +265,7 @@ class Setup:
             growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
             expert_bias=self._loaded_bias(),
+            fp8_scales=self._loaded_scales(),
         )
         record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
         saved = {} if contents is None or loaded is None else self._comparable(contents)
@@ -276,6 +280,16 @@ class Setup:
         assert self._interface is not None
         everyone = gather_messages(fabric, dict[int, tuple[float, ...]], self._interface.launched_bias())
         return balance.text({unit: bias for found in everyone.values() for unit, bias in found.items()})
+
+    def _loaded_scales(self) -> str:
+        """Return the scales of all tensors in FP8, as :meth:`_loaded_bias` does. Collective."""
+        scaling, fabric = self.engine.tools.settings.hyper.scaling, self.links.fabric
+        if scaling is None:
+            return ""
+        assert self._interface is not None
+        mine = self._interface.launched_scales(scaling.window)
+        everyone = gather_messages(fabric, dict[int, tuple[TensorScale, ...]], mine)
+        return scaling.text({unit: tensors for found in everyone.values() for unit, tensors in found.items()})
 
     def _comparable(self, contents: SavedContents) -> Mapping[BlockKey, str]:
         """Return the hashes with which the loaded state is compared; none, with one line, if blocks are cut anew."""

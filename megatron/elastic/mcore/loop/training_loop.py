@@ -26,7 +26,7 @@ from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, told_of
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
-from megatron.elastic.mcore.model import vocabulary_range
+from megatron.elastic.mcore.model import delayed_scales, vocabulary_range
 from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
 
 __all__ = ["TrainingLoop", "patches"]
@@ -34,7 +34,9 @@ __all__ = ["TrainingLoop", "patches"]
 
 def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
     """Return the elastic rows of the patch table for this process."""
-    return TrainingLoop(config).patches()
+    follows = getattr(args, "fp8", None) and args.fp8_recipe == "delayed"
+    quantizer = (Patch(*row) for row in delayed_scales.rows()) if follows else ()
+    return (*TrainingLoop(config).patches(), *quantizer)
 
 
 class TrainingLoop:

@@ -31,6 +31,7 @@ from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.cell_limits import CellLimits
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
+from megatron.elastic.mcore.model.delayed_scales import largest_values, present_scales, set_past, set_scales
 from megatron.elastic.mcore.model.dropout import key_module
 from megatron.elastic.mcore.model.expert_homes import (
     forget_sent_tokens,
@@ -66,6 +67,7 @@ from megatron.elastic.observe.summary import ranks_text
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.coverage import Overlap, Position
+from megatron.elastic.state.delayed_scaling import TensorScale
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
@@ -111,6 +113,8 @@ class GptInterface:
         self._places = RankPlaces(dist.get_rank() if rank is None else rank, sizes, self._config, cell_groups)
         self._context = context or ContextParallel()
         self._context.part = self._places.launch_part
+        self._scaled = False
+        """True if scales of tensors in FP8 follow past steps."""
         self._has_read = False
         """True once the script has read a batch here."""
         self._places.number_experts(self._chunks)
@@ -388,6 +392,25 @@ class GptInterface:
     def launched_bias(self) -> dict[int, tuple[float, ...]]:
         """Return unit → bias of its router, of the modules of the launch: as loaded from a checkpoint."""
         return present_bias((self._chunks,))
+
+    def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
+        """Set the scales of tensors in FP8 (:class:`ModelInterface`)."""
+        if scales:
+            set_scales(self._anatomy.modules(), self._config, scales)
+        self._scaled = bool(scales)
+
+    def amaxes(self) -> Mapping[int, Sequence[float]]:
+        """Return the largest values of tensors in FP8 (:class:`ModelInterface`)."""
+        return largest_values(self._anatomy.modules(), self._config) if self._scaled else {}
+
+    def keep_scales(self, tensors: Mapping[int, Sequence[TensorScale]]) -> None:
+        """Put scales and histories into the modules of the launch, for a checkpoint; empty: there are none."""
+        if tensors:
+            set_past((self._chunks,), self._config, tensors)
+
+    def launched_scales(self, window: int) -> dict[int, tuple[TensorScale, ...]]:
+        """Return unit → its tensors in FP8, of the modules of the launch: as loaded from a checkpoint."""
+        return present_scales((self._chunks,), window)
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) partial gradients over the tensor-parallel group."""
