@@ -78,12 +78,16 @@ def on_platform(platform: str, **more: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one platform, as ``ELASTIC_PLATFORM`` names it. ``one``: variables that leave one device visible."""
+    """Devices of one platform, as ``ELASTIC_PLATFORM`` names it. ``one``: variables that leave one device visible.
+
+    ``script``: what jobs run.
+    """
 
     platform: str
     devices: int
     one: Mapping[str, str]
     folder: Path
+    script: str = PRETRAIN
 
     def environment(self, one_device: bool = False) -> dict[str, str]:
         """The variables of a job."""
@@ -99,12 +103,12 @@ class Machine:
         seconds: float = 180.0,
         until: Callable[[list[EventRecord], str], bool] | None = None,
     ) -> Ran:
-        """Run ``pretrain_gpt.py`` on ``ranks`` processes. ``until``: the job has no end, and is told to end then."""
+        """Run the script on ``ranks`` processes. ``until``: the job has no end, and is told to end then."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         events = folder / "events"
         own = ("--elastic", "--elastic-event-log", str(events)) if elastic else ()
-        words = command(ranks, *QUIET, *flags, *own, script=PRETRAIN)
+        words = command(ranks, *QUIET, *flags, *own, script=self.script)
         said, began = folder / "output.txt", time.monotonic()
         with said.open("w") as out:
             running = subprocess.Popen(

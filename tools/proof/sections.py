@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.elastic.engine.inject import STEP_POINTS
@@ -34,6 +35,8 @@ SAVED = 2
 """The step of the checkpoint."""
 ROUNDING = 1e-5
 """Relative, of a loss in fp32: sums are added in another order."""
+ROUNDING_FP8 = 2e-3
+"""Relative, of a loss in bf16 and FP8: a sum in another order may round to the next one of few numbers."""
 MANY = 4000
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 2, 1))
 """(ranks, tensor-parallel size, stages)."""
@@ -51,13 +54,15 @@ class Settings:
     trials: int = 3
     state_bytes: int = GIB
     """Of a rank, in the rejoin."""
+    recipes: tuple[str, ...] = ("delayed", "tensorwise")
+    """Of FP8."""
     plain_alone: bool = False
     """Plain Megatron has no library for several of these devices."""
 
     @classmethod
     def short(cls) -> Settings:
         """One case of each kind, for a machine whose speed does not matter."""
-        return cls(("after_reduce",), ((2, 1, 1),), 4, 6, 1, 1 << 22)
+        return cls(("after_reduce",), ((2, 1, 1),), 4, 6, 1, 1 << 22, ("delayed",))
 
 
 def sizes(tensor: int, pipeline: int) -> tuple[str, ...]:
@@ -75,9 +80,9 @@ def ending(step: int) -> tuple[str, ...]:
     return ("--train-iters", str(MANY), "--exit-interval", str(step))
 
 
-def from_checkpoint(machine: Machine) -> tuple[str, ...]:
-    """Flags to go on from the checkpoint. A generator's state belongs to a layout."""
-    return ("--load", str(machine.folder / "saved"), "--ckpt-step", str(SAVED), "--no-load-rng")
+def from_checkpoint(saved: Path) -> tuple[str, ...]:
+    """Flags to go on from the checkpoint in ``saved``. A generator's state belongs to a layout."""
+    return ("--load", str(saved), "--ckpt-step", str(SAVED), "--no-load-rng")
 
 
 def faults(script: Iterable[str]) -> tuple[str, ...]:
@@ -127,7 +132,9 @@ def parity(machine: Machine, settings: Settings) -> Figures:
     save = ("--save", str(machine.folder / "saved"), "--save-interval", str(SAVED))
     first = machine.job("saving", 1, *MODEL, *ending(SAVED), *save, elastic=False, one_device=True)
     ends = ending(settings.steps)
-    plain = machine.job("plain", 1, *MODEL, *ends, *from_checkpoint(machine), elastic=False, one_device=True)
+    plain = machine.job(
+        "plain", 1, *MODEL, *ends, *from_checkpoint(machine.folder / "saved"), elastic=False, one_device=True
+    )
     if fault := failed(first, plain):
         return {"passed": False, "fault": fault}
     rows: list[Figures] = []
@@ -136,7 +143,7 @@ def parity(machine: Machine, settings: Settings) -> Figures:
             if not one_device and machine.devices < max(2, ranks):
                 continue
             name = f"layout-{ranks}-{tensor}-{pipeline}-{'shared' if one_device else 'own'}"
-            flags = (*MODEL, *ends, *from_checkpoint(machine), *sizes(tensor, pipeline))
+            flags = (*MODEL, *ends, *from_checkpoint(machine.folder / "saved"), *sizes(tensor, pipeline))
             run = machine.job(name, ranks, *flags, one_device=one_device)
             row = {"ranks": ranks, "tensor": tensor, "pipeline": pipeline, "one_device": one_device}
             rows.append({**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(run)})
@@ -153,7 +160,14 @@ def kills(machine: Machine, settings: Settings) -> Figures:
     for number, point in enumerate(settings.points):
         wait = ",wait=1" if number == 0 else ""
         script.append(f"kill:rank={number % 4},losses={number},point={point}{wait}")
-    flags = (*MODEL, *sizes(1, 2), *from_checkpoint(machine), *faults(script), "--elastic-mirrors", "2")
+    flags = (
+        *MODEL,
+        *sizes(1, 2),
+        *from_checkpoint(machine.folder / "saved"),
+        *faults(script),
+        "--elastic-mirrors",
+        "2",
+    )
     count, seconds = len(settings.points), 60.0 + 45.0 * len(settings.points)
     until = whole_again(count)
     run = machine.job("kills", 4, *flags, "--train-iters", str(MANY), seconds=seconds, until=until)
@@ -161,7 +175,14 @@ def kills(machine: Machine, settings: Settings) -> Figures:
         return {"passed": False, "fault": failed(run) or "no step was committed"}
     last = ending(max(run.losses))
     plain = machine.job(
-        "kills-plain", 1, *MODEL, *from_checkpoint(machine), *last, elastic=False, one_device=True, seconds=seconds
+        "kills-plain",
+        1,
+        *MODEL,
+        *from_checkpoint(machine.folder / "saved"),
+        *last,
+        elastic=False,
+        one_device=True,
+        seconds=seconds,
     )
     recoveries = [record for record in run.of("recovery") if not record.fields["outcome"].startswith("joined")]
     found = {
@@ -301,6 +322,38 @@ def exact(machine: Machine, settings: Settings) -> Figures:
     return {"passed": same and not lost.fault, "fault": failed(lost)}
 
 
+def fp8(machine: Machine, settings: Settings) -> Figures:
+    """Layers in FP8, a rank lost in a step: losses of plain Megatron on one device. Or one line why there are none.
+
+    A replica has one micro-batch a step, so that plain Megatron changes scales once a step, too. Its micro-batch has the
+    rows of two replicas, and the loss is one over all tokens.
+    """
+    rows: list[Figures] = []
+    for recipe in settings.recipes:
+        kind = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--calculate-per-token-loss")
+        flags, alone = (*MODEL, *kind, "--global-batch-size", "4"), ("--micro-batch-size", "4")
+        check = machine.job(f"fp8-{recipe}-check", 1, *flags, "--elastic-check", one_device=True)
+        if told := [line for line in check.output.splitlines() if line.startswith("error: --fp8")]:
+            return {"passed": None, "why": told[-1]}
+        saved = machine.folder / f"fp8-{recipe}-saved"
+        save, ends = ("--save", str(saved), "--save-interval", str(SAVED)), ending(settings.steps)
+        first = machine.job(
+            f"fp8-{recipe}-saving", 1, *flags, *alone, *ending(SAVED), *save, elastic=False, one_device=True
+        )
+        flags = (*flags, *ends, *from_checkpoint(saved))
+        plain = machine.job(f"fp8-{recipe}-plain", 1, *flags, *alone, elastic=False, one_device=True)
+        lost = (*faults([f"kill:rank=1,step={SAVED + 1},point=mid_backward"]), "--no-elastic-respawn")
+        run = machine.job(f"fp8-{recipe}", 2, *flags, *lost, one_device=machine.devices < 2)
+        steps = sum(record.fields["lost_steps"] for record in run.of("recovery"))
+        row = {"recipe": recipe, "losses": len(happened(run.output)), "lost_steps": steps}
+        rows.append({**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(first, plain, run)})
+    passed = all(
+        (row["losses"], row["lost_steps"]) == (1, 0) and row["deviation"] <= ROUNDING_FP8 and not row["fault"]
+        for row in rows
+    )
+    return {"passed": passed, "recipes": rows}
+
+
 SECTIONS: Mapping[str, Callable[[Machine, Settings], Figures]] = {
     "device": device,
     "parity": parity,
@@ -309,5 +362,6 @@ SECTIONS: Mapping[str, Callable[[Machine, Settings], Figures]] = {
     "overhead": overhead,
     "rejoin": rejoin,
     "exact": exact,
+    "fp8": fp8,
 }
 """In the order of the report. ``passed``: None where the machine does not allow the section."""
