@@ -325,8 +325,8 @@ def exact(machine: Machine, settings: Settings) -> Figures:
 def fp8(machine: Machine, settings: Settings) -> Figures:
     """Layers in FP8, a rank lost in a step: losses of plain Megatron on one device. Or one line why there are none.
 
-    A replica has one micro-batch a step, so that plain Megatron changes scales once a step, too. Its micro-batch has the
-    rows of two replicas, and the loss is one over all tokens.
+    A replica has one micro-batch a step: plain Megatron changes scales once a step then, too. Its own micro-batch has
+    the rows of two replicas, and the loss is one over all tokens.
     """
     rows: list[Figures] = []
     for recipe in settings.recipes:

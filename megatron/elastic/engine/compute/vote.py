@@ -153,7 +153,6 @@ class VoteLayout:
 
     def pack(self, tally: Tally) -> torch.Tensor:
         """Return ``tally`` as a float64 vector. Report keys without a slot are left out and counted."""
-        vector = torch.zeros(self.size, dtype=torch.float64)
         counters = {
             _Slot.VOTERS: tally.voters,
             _Slot.TOKENS: tally.tokens,
@@ -180,30 +179,22 @@ class VoteLayout:
             _Slot.LEAVES: tally.leaves,
             _Slot.RESHAPES: tally.reshapes,
         }
-        head = [float(counters[slot]) for slot in sorted(counters)]
-        head += [limb for slot in sorted(digests) for limb in _limbs(digests[slot])]
-        vector[: _Slot.SIZE] = torch.tensor(head, dtype=torch.float64)
-        at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
-        for key, norm in tally.norms.items():
-            vector[at[key]] = norm
-        start = _Slot.SIZE + len(self.blocks)
-        where = {key: start + 2 * i for i, key in enumerate(self.report_keys)}
-        for name, (total, count) in tally.report.items():
-            if name in where:
-                vector[where[name]], vector[where[name] + 1] = total, count
-        start += 2 * len(self.report_keys)
-        for i, key in enumerate(self.ranges):
-            vector[start + 2 * i], vector[start + 2 * i + 1] = tally.times.get(key, (0, 0))
-        start += 2 * len(self.ranges)
-        for i, cell in enumerate(self.clocked):
-            vector[start + 4 * i : start + 4 * i + 4] = torch.tensor(tally.clocks.get(cell, (0, 0, 0, 0)))
-        start = self._rates_at
-        for i, rate in enumerate(tally.rates):
-            vector[start + 2 * i], vector[start + 2 * i + 1] = rate.lr, rate.weight_decay
+        if not tally.norms.keys() <= set(self.blocks):
+            raise KeyError(f"norms of blocks without a slot: {sorted(tally.norms.keys() - set(self.blocks))}")
+        values: list[float] = [float(counters[slot]) for slot in sorted(counters)]
+        values += (limb for slot in sorted(digests) for limb in _limbs(digests[slot]))
+        values += (tally.norms.get(key, 0.0) for key in self.blocks)
+        values += (part for key in self.report_keys for part in tally.report.get(key, (0.0, 0.0)))
+        values += (spent for key in self.ranges for spent in tally.times.get(key, (0, 0)))
+        values += (part for cell in self.clocked for part in tally.clocks.get(cell, (0, 0, 0, 0)))
+        rates = tally.rates or (Rate(0.0, 0.0),) * self.groups
+        values += (part for rate in rates for part in (rate.lr, rate.weight_decay))
         if self.counted is not None:
-            counted = (tally.expert_tokens.get(unit, (0,) * self.counted.experts) for unit in self.counted.units)
-            tokens = [count for counts in counted for count in counts]
-            vector[self._tokens_at :] = torch.tensor(tokens, dtype=torch.float64)
+            none = (0,) * self.counted.experts
+            values += (count for unit in self.counted.units for count in tally.expert_tokens.get(unit, none))
+        vector = torch.tensor(values, dtype=torch.float64)
+        if len(vector) != self.size:
+            raise ValueError(f"a tally of {len(vector)} values does not fit into {self.size} slots")
         return vector
 
     def unpack(self, vector: torch.Tensor) -> Tally:
