@@ -332,7 +332,7 @@ def fp8(machine: Machine, settings: Settings) -> Figures:
     for recipe in settings.recipes:
         kind = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--calculate-per-token-loss")
         flags, alone = (*MODEL, *kind, "--global-batch-size", "4"), ("--micro-batch-size", "4")
-        check = machine.job(f"fp8-{recipe}-check", 1, *flags, "--elastic-check", one_device=True)
+        check = machine.job(f"fp8-{recipe}-check", 1, *flags, *ending(SAVED), "--elastic-check", one_device=True)
         if told := [line for line in check.output.splitlines() if line.startswith("error: --fp8")]:
             return {"passed": None, "why": told[-1]}
         saved = machine.folder / f"fp8-{recipe}-saved"

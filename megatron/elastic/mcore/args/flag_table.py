@@ -7,7 +7,7 @@ arguments. Flags of a feature with a row of its own are in that row.
 
 from __future__ import annotations
 
-__all__ = ["HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
+__all__ = ["FP8", "HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
 
 # A table: one row a line, which the formatter would break up.
 # fmt: off
@@ -19,6 +19,11 @@ MOE = (
     "--moe-pad-expert-input-to-capacity",
 )
 # fmt: on
+
+FP8 = (
+    *("--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"),
+    *("--no-fp8-wgrad", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"),
+)
 
 MLA = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
 

@@ -130,7 +130,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
             _any("use_megatron_fsdp"), "refused", "refused",
             "it shards parameters in its own way: use --use-distributed-optimizer"),
-    Feature("FP8", ("--fp8-format", "--fp8-recipe"),
+    Feature("FP8", ("--fp8-format", *flag_table.FP8),
             lambda args: _any("fp8")(args) and _other_than("fp8_recipe", "custom")(args),
             "refused", "works", "in dense layers of Transformer Engine; with --fp8-recipe delayed scales change once a "
             "step; never run on a GPU"),
