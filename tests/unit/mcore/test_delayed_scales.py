@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+from argparse import Namespace
 
+import pytest
+import torch
+
+from megatron.elastic.config import ConfigError
 from megatron.elastic.mcore.model import delayed_scales
 from tests.wheels import newest
 
@@ -53,6 +58,17 @@ def test_a_layer_that_is_not_registered_gets_no_new_scales() -> None:
     }
     assert writes == {name}
     assert make(print)({}) is None
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    args = Namespace(fp8="hybrid", fp8_recipe="delayed")
+    with pytest.raises(ConfigError, match=r"each stage needs layers.* they have none: use --fp8-recipe tensorwise"):
+        delayed_scales.delayed_scaling(args, [torch.nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("args", [Namespace(fp8=None), Namespace(fp8="hybrid", fp8_recipe="tensorwise")])
+def test_other_recipes_have_no_such_scales(args: Namespace) -> None:
+    assert delayed_scales.delayed_scaling(args, [torch.nn.Linear(2, 2)]) is None
 
 
 def test_a_product_has_three_tensors_forward_and_two_backward() -> None:

@@ -21,6 +21,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.mcore.patching.patches import Row
 from megatron.elastic.state.delayed_scaling import DelayedScaling, TensorScale
 
@@ -44,15 +45,18 @@ def rows() -> tuple[Row, ...]:
 
 
 def delayed_scaling(args: Any, modules: Iterable[torch.nn.Module]) -> DelayedScaling | None:
-    """Return the tensors of the model whose scales follow past steps. ``modules``: of this rank, with a layer at least.
+    """Return the tensors of the model whose scales follow past steps. ``modules``: of this rank.
 
-    Raises ``ValueError`` if layers differ in the number of their products.
+    Raises ``ConfigError`` unless they have layers with equally many products in FP8, as those of other ranks then have.
     """
     if not args.fp8 or args.fp8_recipe != "delayed":
         return None
     numbers = {len(layers) for _, layers in _quantizing(modules)}
-    if len(numbers) != 1:
-        raise ValueError(f"layers with different numbers of products in FP8: {sorted(numbers)}")
+    if len(numbers) != 1 or numbers == {0}:
+        raise ConfigError(
+            "--fp8-recipe delayed: each stage needs layers, with equally many linear layers of Transformer Engine; "
+            f"here they have {sorted(numbers) or 'none'}: use --fp8-recipe tensorwise"
+        )
     backward = _E5M2 if args.fp8 == "hybrid" else _E4M3
     return DelayedScaling(
         units=tuple(range(1, args.num_layers + 1)),
