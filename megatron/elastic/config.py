@@ -160,7 +160,7 @@ class ElasticConfig:
     """Communication that goes on behind computation. 'reduce': gradients are reduced, and sent to their copies, behind
     the backward. 'gather': parameters are gathered behind the next forward. 'both', 'none'. Megatron's
     --overlap-grad-reduce and --overlap-param-gather set it too. Use it where communication does not take processor time
-    from computation."""
+    from computation. Exact mode reduces gradients after the backward all the same."""
 
     bucket_elements: int = 1 << 20
     """With --elastic-overlap: number of elements that are reduced, sent or gathered together at least, in whole layers.

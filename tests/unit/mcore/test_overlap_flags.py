@@ -10,7 +10,7 @@ import pytest
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.mcore.args.arguments import config_from_args
-from megatron.elastic.mcore.args.overlap import take_over_overlap
+from megatron.elastic.mcore.args.overlap import take_over_overlap, without_overlap
 
 
 def asked(elastic: bool = True, **more: Any) -> Namespace:
@@ -46,3 +46,10 @@ def test_without_elastic_they_stay_megatrons() -> None:
 def test_a_bucket_without_elements_is_refused_by_both_names() -> None:
     with pytest.raises(ConfigError, match=r"--elastic-bucket-elements.*--ddp-bucket-size"):
         ElasticConfig(bucket_elements=0)
+
+
+@pytest.mark.parametrize(("overlap", "told"), [("none", False), ("gather", False), ("reduce", True), ("both", True)])
+def test_exact_mode_says_that_it_reduces_nothing_behind_the_backward(overlap: Any, told: bool) -> None:
+    lines = without_overlap(ElasticConfig(overlap=overlap, exact=True))
+    assert [line.split(":")[0] for line in lines] == [f"--elastic-overlap {overlap} with --elastic-exact"] * told
+    assert not without_overlap(ElasticConfig(overlap=overlap))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-__all__ = ["take_over_overlap"]
+from megatron.elastic.config import ElasticConfig
+
+__all__ = ["take_over_overlap", "without_overlap"]
 
 
 def take_over_overlap(args: Namespace) -> None:
@@ -26,3 +28,13 @@ def take_over_overlap(args: Namespace) -> None:
     args.overlap_grad_reduce = args.overlap_param_gather = False
     if getattr(args, "ddp_bucket_size", None) is not None:
         args.elastic_bucket_elements, args.ddp_bucket_size = args.ddp_bucket_size, None
+
+
+def without_overlap(config: ElasticConfig) -> tuple[str, ...]:
+    """Return a line if gradients are asked to be reduced behind the backward and are not."""
+    if not config.exact or config.overlap not in ("reduce", "both"):
+        return ()
+    return (
+        f"--elastic-overlap {config.overlap} with --elastic-exact: gradients are reduced after the backward, since a "
+        "step whose gradients do not fit into its integers is computed again",
+    )

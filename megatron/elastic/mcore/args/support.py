@@ -23,6 +23,7 @@ from megatron.elastic.mcore.args import combinations, flag_table, shared_experts
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.muon import uses_muon
 from megatron.elastic.mcore.args.optimizers import STEPPED, optimizer_faults
+from megatron.elastic.mcore.args.overlap import without_overlap
 from megatron.elastic.mcore.args.plans import PLANS
 from megatron.elastic.mcore.args.without_effect import ignored_flags
 from megatron.elastic.mcore.args.written_docs import write_or_print
@@ -217,7 +218,7 @@ def check(
     faults = tuple(_refusals(args, config, platform, words))
     if faults:
         raise BadInput(*faults)
-    return (*_unknown(words), *ignored_flags(args, words)) if args.elastic else ()
+    return (*_unknown(words), *ignored_flags(args, words), *without_overlap(config)) if args.elastic else ()
 
 
 def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequence[str]) -> Iterator[str]:
