@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,3 +132,10 @@ def test_a_request_is_agreed_when_every_voter_knows_it_and_a_save_when_one_needs
     record = StepRecord(1, agreed=expected)
     assert StepRecord.from_json(record.to_json()).agreed == expected
     assert (record == StepRecord(1)) == (expected == Agreed()), "a rank that missed the vote learns it from the record"
+
+
+def test_what_has_no_slot_is_refused() -> None:
+    with pytest.raises(KeyError, match=r"norms of blocks without a slot: \[\(9, 0, 0\)\]"):
+        LAYOUT.pack(Tally(norms={(9, 0, 0): 1.0}))
+    with pytest.raises(ValueError, match=f"of {LAYOUT.size + 2} values does not fit into {LAYOUT.size} slots"):
+        LAYOUT.pack(Tally(rates=(Rate(1.0, 0.0),)))
