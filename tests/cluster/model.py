@@ -108,6 +108,10 @@ class UnitChain:
         """See :class:`ModelInterface`."""
         return 8 * LENGTH * WIDTH
 
+    def quantized_bytes(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+        return 0
+
     def used_ppm(self, spec: ParamSpec) -> int:
         """See :class:`ModelInterface`: every position multiplies every matrix."""
         return PPM

@@ -214,6 +214,10 @@ class EmulatedModel:
         """Duration of a row at the boundary."""
         return 4 * WIDTH
 
+    def quantized_bytes(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: nothing is in FP8."""
+        return 0
+
     def used_ppm(self, spec: ParamSpec) -> int:
         """See :class:`ModelInterface`: every position multiplies every matrix."""
         return PPM

@@ -329,6 +329,7 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
         job.interface.activation_bytes,
         state_bytes=every,
         used_ppm=job.interface.used_ppm,
+        quantized_bytes=job.interface.quantized_bytes,
     )
     return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, resident_ppm=-(-1_000_000 * here // every))
 

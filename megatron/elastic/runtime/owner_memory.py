@@ -73,11 +73,15 @@ def bytes_needed(
     owned: Iterable[BlockKey],
     arena: Arena,
 ) -> int:
-    """Return the device bytes of ``owned`` blocks, and of what the forwards of a full pipeline keep on this rank."""
+    """Return the device bytes of ``owned`` blocks, and of what the forwards of a full pipeline keep on this rank.
+
+    Layers in FP8 keep copies of their weights, too.
+    """
     elements = sum(layouts[key[:2]].blocks[key[2]].numel for key in owned)
     rows = topology.grid.micro_batch_size * topology.pipeline
     activations = sum(rows * interface.activation_bytes(u) for u in arena.held.units if u < topology.compute_units)
-    return OWNER_BYTES * elements + activations
+    slots = (slot for piece in arena.slices.values() for slot in piece.layout.slots)
+    return OWNER_BYTES * elements + activations + sum(interface.quantized_bytes(slot.spec) for slot in slots)
 
 
 def agree_on_owners(

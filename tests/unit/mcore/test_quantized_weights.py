@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.elastic.mcore.model.quantized_weights import quantize_anew
+from megatron.elastic.mcore.model.quantized_weights import kept_bytes, quantize_anew
+from megatron.elastic.state.layout import ParamSpec
 from tests.wheels import newest
 
 ATTRIBUTE = "is_first_microbatch"
@@ -21,6 +23,19 @@ def test_only_layers_that_keep_copies_are_told() -> None:
     quantize_anew([torch.nn.Sequential(keeps, other)])
     assert keeps.is_first_microbatch is True
     assert not hasattr(other, ATTRIBUTE)
+
+
+def test_copies_are_counted_of_the_matrices_of_linear_layers_alone() -> None:
+    kept = {
+        ("self_attention.linear_qkv.weight", (6, 4)): 48,
+        ("mlp.linear_fc2.weight", (4, 8)): 64,
+        ("mlp.linear_fc1.layer_norm_weight", (4,)): 0,
+        ("mlp.linear_fc2.bias", (4,)): 0,
+        ("embedding.word_embeddings.weight", (9, 4)): 0,
+        ("output_layer.weight", (9, 4)): 0,
+    }
+    found = {(name, shape): kept_bytes(ParamSpec(name, math.prod(shape), shape, True)) for name, shape in kept}
+    assert found == kept
 
 
 def test_megatrons_layers_of_transformer_engine_have_the_attribute() -> None:

@@ -435,10 +435,14 @@ def check_a_device_with_other_bits_means_state_mode_and_exact_mode_refuses_it() 
 
 def check_needed_bytes_are_those_of_owned_blocks_and_of_a_full_pipeline() -> None:
     topology = cast(Any, SimpleNamespace(grid=SimpleNamespace(micro_batch_size=2), pipeline=3, compute_units=2))
-    interface = cast(Any, SimpleNamespace(activation_bytes=lambda unit: 10 + unit))
-    arena = cast(Any, SimpleNamespace(held=SimpleNamespace(units=(0, 1, 2))))
+    bytes_of = {"activation_bytes": lambda unit: 10 + unit, "quantized_bytes": lambda spec: 2 * spec.numel}
+    interface = cast(Any, SimpleNamespace(**bytes_of))
+    held, slices = SimpleNamespace(units=(0, 1, 2)), {(0, 0): SimpleNamespace(layout=LAYOUT)}
+    arena = cast(Any, SimpleNamespace(held=held, slices=slices))
     owned = sum(block.numel for block in LAYOUT.blocks[:2])
-    assert bytes_needed(topology, interface, {(0, 0): LAYOUT}, KEYS[:2], arena) == 16 * owned + 2 * 3 * (10 + 11)
+    copies = 2 * sum(slot.spec.numel for slot in LAYOUT.slots)
+    needed = bytes_needed(topology, interface, {(0, 0): LAYOUT}, KEYS[:2], arena)
+    assert needed == 16 * owned + 2 * 3 * (10 + 11) + copies
 
 
 # -- faults of this path that the devices show ------------------------------------------------

@@ -229,6 +229,9 @@ class ModelInterface(Protocol):
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""
 
+    def quantized_bytes(self, spec: ParamSpec) -> int:
+        """Return the bytes of the copies of a parameter in 8 bits that its layer keeps; of any unit."""
+
     def used_ppm(self, spec: ParamSpec) -> int:
         """Return how many positions of a row multiply a matrix of any unit, in parts per million of all."""
 

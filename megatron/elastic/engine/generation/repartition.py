@@ -113,11 +113,13 @@ def unmeasured_profile(
     activation_bytes: Callable[[int], int],
     state_bytes: int,
     used_ppm: Callable[[ParamSpec], int] = lambda spec: PPM,
+    quantized_bytes: Callable[[ParamSpec], int] = lambda spec: 0,
 ) -> Profile:
     """Return costs from sizes: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
 
     ``activation_bytes(unit)``: bytes that a row's forward keeps; ``state_bytes``: bytes of all copies of a
-    parameter's optimizer state together; ``used_ppm``: of a matrix, the positions that multiply it.
+    parameter's optimizer state together; ``used_ppm``: of a matrix, the positions that multiply it;
+    ``quantized_bytes``: of a parameter, those of its copies in 8 bits.
     """
     units_of = range(launch_topology.compute_units)
     multiplied = [_multiplied(launch_topology, layouts, unit, used_ppm) for unit in units_of]
@@ -127,15 +129,18 @@ def unmeasured_profile(
         looks_up = unit == 0 or not parameters
         work = max(1, typical // _NO_WORK_SHARE if looks_up else parameters)
         forward = max(1, 2 * work * sequence // _OPERATIONS_PER_NS)
-        size = sum(layout.numel for layout in _of_one_rank(launch_topology, layouts, unit))
+        held = _of_one_rank(launch_topology, layouts, unit)
+        size = sum(layout.numel for layout in held)
+        quantized = sum(quantized_bytes(slot.spec) for layout in held for slot in layout.slots)
         if launch_topology.tied_unit is not None and unit in (0, launch_topology.compute_units - 1):
             size += sum(layout.numel for layout in _of_one_rank(launch_topology, layouts, launch_topology.tied_unit))
+        elements = size + _of_replicas(launch_topology, layouts, unit)
         units.append(
             UnitCost(
                 forward_ns=forward,
                 backward_ns=2 * forward,
                 weight_grad_ns=forward,
-                param_bytes=(size + _of_replicas(launch_topology, layouts, unit)) * (itemsize + _GRADIENT_BYTES),
+                param_bytes=elements * (itemsize + _GRADIENT_BYTES) + quantized,
                 state_bytes=size * state_bytes,
                 activation_bytes=activation_bytes(unit),
                 boundary_bytes=boundary_bytes,

@@ -43,7 +43,7 @@ from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers, 
 from megatron.elastic.mcore.model.packed_sequences import mean_of_rows
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.prediction import predicts
-from megatron.elastic.mcore.model.quantized_weights import quantize_anew
+from megatron.elastic.mcore.model.quantized_weights import kept_bytes, quantize_anew
 from megatron.elastic.mcore.model.rank_places import CellGroups, RankPlaces
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
@@ -264,6 +264,10 @@ class GptInterface:
         length, part = self._args.seq_length, self._places.launch_part
         own = length if part is None else part.longest
         return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)
+
+    def quantized_bytes(self, spec: ParamSpec) -> int:
+        """Return the bytes of a parameter's copies in 8 bits (:class:`ModelInterface`)."""
+        return kept_bytes(spec) if self._config.fp8 else 0
 
     def used_ppm(self, spec: ParamSpec) -> int:
         """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.

@@ -13,7 +13,17 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["quantize_anew"]
+from megatron.elastic.state.layout import ParamSpec
+
+__all__ = ["kept_bytes", "quantize_anew"]
+
+_COPIES = 2
+"""Of one byte an element: by rows for the forward, by columns for the backward."""
+
+
+def kept_bytes(spec: ParamSpec) -> int:
+    """Return the bytes of the copies of a parameter: of matrices of linear layers, which are named ``linear_*``."""
+    return _COPIES * spec.numel if len(spec.shape) > 1 and ".linear_" in f".{spec.name}" else 0
 
 
 def quantize_anew(modules: Iterable[torch.nn.Module]) -> None:
