@@ -184,7 +184,7 @@ def main() -> None:
     offer_package()
     support._refusals = lambda *_: iter(())  # type: ignore[assignment]
     if "SCALES_OF_ONE_RANK" in os.environ:
-        delayed_scales.rows = lambda: ()  # type: ignore[assignment]
+        delayed_scales.rows = lambda args: ()  # type: ignore[assignment]
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
 
 

@@ -51,7 +51,7 @@ def layouts(shape: LaunchTopology) -> dict[tuple[int, int], UnitLayout]:
     return table
 
 
-def profile(shape: LaunchTopology):  # type: ignore[no-untyped-def]
+def profile(shape, **more):  # type: ignore[no-untyped-def]
     return unmeasured_profile(
         shape,
         layouts(shape),
@@ -60,7 +60,15 @@ def profile(shape: LaunchTopology):  # type: ignore[no-untyped-def]
         itemsize=4,
         activation_bytes=lambda unit: 17 * 4 * 32 * 64,
         state_bytes=32,
+        **more,
     )
+
+
+def test_copies_of_weights_in_8_bits_take_memory_of_their_unit() -> None:
+    shape = nominal(1, 2, 2)
+    without, copied = profile(shape), profile(shape, quantized_bytes=lambda spec: 2 * spec.numel)
+    more = [one.param_bytes - other.param_bytes for one, other in zip(copied.units, without.units, strict=True)]
+    assert more == [2 * layouts(shape)[unit, 0].numel for unit in range(shape.compute_units)]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data", "lost"), [(1, 2, 2, 3), (1, 4, 2, 5), (2, 2, 2, 6)])

@@ -1,4 +1,4 @@
-"""What is read from Transformer Engine's layers, and written into them, is where Transformer Engine has it."""
+"""Layers of Transformer Engine, as its newest wheel has them, have the buffers that the engine reads and writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def function(module: ast.Module, kind: str, name: str) -> ast.FunctionDef:
 
 def test_a_layer_that_is_not_registered_gets_no_new_scales() -> None:
     """The patched method alone fills the buffers, and the update loops over one of them."""
-    [(symbol, _, make)] = delayed_scales.rows()
+    [(symbol, _, make)] = delayed_scales.rows(Namespace(fp8="hybrid", fp8_recipe="delayed"))
     package, _, rest = symbol.partition(".pytorch.fp8.")
     kind, _, name = rest.partition(".")
     assert package == "transformer_engine"
@@ -69,6 +69,7 @@ def test_a_stage_without_layers_is_refused() -> None:
 @pytest.mark.parametrize("args", [Namespace(fp8=None), Namespace(fp8="hybrid", fp8_recipe="tensorwise")])
 def test_other_recipes_have_no_such_scales(args: Namespace) -> None:
     assert delayed_scales.delayed_scaling(args, [torch.nn.Linear(2, 2)]) is None
+    assert not delayed_scales.rows(args)
 
 
 def test_a_product_has_three_tensors_forward_and_two_backward() -> None:

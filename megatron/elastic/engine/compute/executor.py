@@ -208,7 +208,8 @@ class Executor:
         self._reset()
         self._interface.parameters_changed()
         self._interface.set_expert_bias(work.expert_bias)
-        self._interface.set_scales(work.scales)
+        if work.scales:
+            self._interface.set_scales(work.scales)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
@@ -226,7 +227,7 @@ class Executor:
             if work.training:
                 result.report |= self._interface.layer_losses()
                 result.expert_tokens = self._interface.expert_tokens()
-                result.amaxes = self._interface.amaxes()
+                result.amaxes = self._interface.amaxes() if work.scales else {}
             if work.timeline.enabled:
                 self._draw(result, work.timeline)
         finally:

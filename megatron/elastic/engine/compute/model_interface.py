@@ -308,7 +308,10 @@ class ModelInterface(Protocol):
         """
 
     def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
-        """Use ``scales`` (unit → one a tensor in FP8) from now on, and forget :meth:`amaxes`; empty: there are none."""
+        """Use ``scales`` (unit → one a tensor in FP8) from now on, and forget :meth:`amaxes`.
+
+        Both are called only where scales follow past steps.
+        """
 
     def amaxes(self) -> Mapping[int, Sequence[float]]:
         """Return unit → largest absolute value of each of its tensors in FP8 since :meth:`set_scales`."""

@@ -23,6 +23,7 @@ MOE = (
 FP8 = (
     *("--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"),
     *("--no-fp8-wgrad", "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"),
+    *("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
 )
 
 MLA = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")

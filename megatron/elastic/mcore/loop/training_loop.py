@@ -34,9 +34,7 @@ __all__ = ["TrainingLoop", "patches"]
 
 def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
     """Return the elastic rows of the patch table for this process."""
-    follows = getattr(args, "fp8", None) and args.fp8_recipe == "delayed"
-    quantizer = (Patch(*row) for row in delayed_scales.rows()) if follows else ()
-    return (*TrainingLoop(config).patches(), *quantizer)
+    return (*TrainingLoop(config).patches(), *(Patch(*row) for row in delayed_scales.rows(args)))
 
 
 class TrainingLoop:

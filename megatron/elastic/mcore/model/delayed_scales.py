@@ -33,8 +33,10 @@ _FORWARD, _BACKWARD = 3, 2
 _BUFFERS = ("scaling_fwd", "scaling_bwd")
 
 
-def rows() -> tuple[Row, ...]:
-    """Rows of the patch table, for a run with such scales."""
+def rows(args: Any) -> tuple[Row, ...]:
+    """Rows of the patch table; none for a run without such scales."""
+    if not _follow(args):
+        return ()
     return (
         (
             "transformer_engine.pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
@@ -49,7 +51,7 @@ def delayed_scaling(args: Any, modules: Iterable[torch.nn.Module]) -> DelayedSca
 
     Raises ``ConfigError`` unless they have layers with equally many products in FP8, as those of other ranks then have.
     """
-    if not args.fp8 or args.fp8_recipe != "delayed":
+    if not _follow(args):
         return None
     numbers = {len(layers) for _, layers in _quantizing(modules)}
     if len(numbers) != 1 or numbers == {0}:
@@ -64,6 +66,11 @@ def delayed_scaling(args: Any, modules: Iterable[torch.nn.Module]) -> DelayedSca
         window=args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1,
         margin=args.fp8_margin,
     )
+
+
+def _follow(args: Any) -> bool:
+    """Return whether scales follow past steps."""
+    return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "delayed"
 
 
 def set_scales(modules: Iterable[torch.nn.Module], config: Any, scales: Mapping[int, Sequence[float]]) -> None:
@@ -141,5 +148,5 @@ def _quantizing(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[int, list[
 
 
 def _is_product(module: torch.nn.Module) -> bool:
-    """Whether it is a linear layer of Transformer Engine: its attention has buffers, too, and keeps no weight."""
+    """Return whether it is a linear layer of Transformer Engine. Its attention has such buffers, but no weight."""
     return hasattr(module, "fp8_meta") and hasattr(module, "is_first_microbatch")

@@ -113,8 +113,6 @@ class GptInterface:
         self._places = RankPlaces(dist.get_rank() if rank is None else rank, sizes, self._config, cell_groups)
         self._context = context or ContextParallel()
         self._context.part = self._places.launch_part
-        self._scaled = False
-        """True if scales of tensors in FP8 follow past steps."""
         self._has_read = False
         """True once the script has read a batch here."""
         self._places.number_experts(self._chunks)
@@ -399,13 +397,11 @@ class GptInterface:
 
     def set_scales(self, scales: Mapping[int, Sequence[float]]) -> None:
         """Set the scales of tensors in FP8 (:class:`ModelInterface`)."""
-        if scales:
-            set_scales(self._anatomy.modules(), self._config, scales)
-        self._scaled = bool(scales)
+        set_scales(self._anatomy.modules(), self._config, scales)
 
     def amaxes(self) -> Mapping[int, Sequence[float]]:
         """Return the largest values of tensors in FP8 (:class:`ModelInterface`)."""
-        return largest_values(self._anatomy.modules(), self._config) if self._scaled else {}
+        return largest_values(self._anatomy.modules(), self._config)
 
     def keep_scales(self, tensors: Mapping[int, Sequence[TensorScale]]) -> None:
         """Put scales and histories into the modules of the launch, for a checkpoint; empty: there are none."""
