@@ -41,8 +41,9 @@ QUIET = shlex.split("""
 
 def command(ranks: int, *flags: str, module: str = LAUNCH, script: str = PRETRAIN) -> list[str]:
     """``script`` with ``flags`` on ``ranks`` processes of this machine, under ``module``."""
-    unlogged = ("--log-dir", os.devnull) if module == TORCHRUN else ()  # else torchrun leaves a folder behind
-    return [sys.executable, "-m", module, "--nproc-per-node", str(ranks), *unlogged, script, *flags]
+    # torchrun leaves a folder behind unless told not to; our launcher takes any free port, so that jobs may run at once
+    own = ("--log-dir", os.devnull) if module == TORCHRUN else ("--master-port", "0")
+    return [sys.executable, "-m", module, "--nproc-per-node", str(ranks), *own, script, *flags]
 
 
 def faults(script: str) -> tuple[str, ...]:

@@ -1,12 +1,20 @@
 #include "reduction.hpp"
 
+#include <torch/csrc/api/include/torch/version.h>
+
 #include "../errors.hpp"
 
 namespace elastic::comm {
 namespace {
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
+#else
+using c10d::PreMulSumSupplement;
+#endif
+
 double factor_of(const c10d::ReduceOp& op) {
-  const auto* supplement = static_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  const auto* supplement = static_cast<const PreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) throw CommError("PREMUL_SUM needs its factor: ReduceOp.PREMUL_SUM(factor)");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }

@@ -14,6 +14,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing import Std
@@ -139,6 +140,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="Modules, comma-separated, that the parent of all workers imports once, so that workers start faster. "
         "'auto': those of torch, numpy and megatron that the script imports. 'none': use it if their import fails.",
     )
+    with suppress(argparse.ArgumentError):  # torch has it from 2.13 on
+        own.add_argument(
+            "--shutdown-timeout",
+            type=int,
+            default=None,
+            help="Seconds between the signal that ends workers and SIGKILL. Default: 30.",
+        )
     return parser
 
 

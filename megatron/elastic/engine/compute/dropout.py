@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.elastic import _random
+from megatron.elastic.engine.compute import thread_state
 from megatron.elastic.engine.compute.philox import keep_mask
 
 __all__ = [
@@ -129,18 +130,16 @@ def dropout_scope(key: DropoutKey) -> Iterator[None]:
     state to its device threads, where recomputation runs the forward again.
     """
     before = current_key()
-    torch._C._stash_obj_in_tls(_SCOPE, key)
+    thread_state.put(_SCOPE, key)
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_SCOPE, before)
+        thread_state.put(_SCOPE, before)
 
 
 def current_key() -> DropoutKey | None:
     """Return the innermost scope's key, or None outside of any scope."""
-    if not torch._C._is_key_in_tls(_SCOPE):
-        return None
-    key: DropoutKey | None = torch._C._get_obj_in_tls(_SCOPE)
+    key: DropoutKey | None = thread_state.get(_SCOPE)
     return key
 
 

@@ -41,7 +41,7 @@ PATCHED = ">=0.17.1,<0.21"
 MAIN_COMMIT = "d98e8a64ddf3"
 """The commit of Megatron-LM's main branch that was run (``docs/log.md``)."""
 
-TESTED_TORCH = ">=2.13,<2.16"
+TESTED_TORCH = ">=2.11,<2.16"
 """Releases of torch whose interface for process groups tests check (pyproject.toml has the same)."""
 
 _EXAMPLE = "0.19.2"
