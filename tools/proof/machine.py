@@ -23,6 +23,8 @@ __all__ = ["DRAINED", "Machine", "Ran", "on_platform"]
 
 DRAINED = 3
 """Exit code of a job that was told to end."""
+_OWN_CHECKPOINTS = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+"""Transformer Engine may read the scales of FP8 in checkpoints, which are pickles: the proof has written them."""
 _LEAVING = 30.0
 """Seconds in which a job that is told to end must have ended."""
 
@@ -72,7 +74,7 @@ class Ran:
 def on_platform(platform: str, **more: str) -> dict[str, str]:
     """The variables of a process on ``platform``, which a package on PYTHONPATH may bring."""
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"ELASTIC_PLATFORM": platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **more}
+    settings = {"ELASTIC_PLATFORM": platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **_OWN_CHECKPOINTS, **more}
     return {**environment(), "PYTHONPATH": os.pathsep.join(places), **settings}
 
 

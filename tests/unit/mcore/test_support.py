@@ -12,7 +12,7 @@ import pytest
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.args.combinations import precision_faults, prediction_faults
+from megatron.elastic.mcore.args.combinations import pickled_scales, precision_faults, prediction_faults
 from megatron.elastic.mcore.args.plans import PLANS
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
@@ -251,6 +251,29 @@ def test_a_layout_whose_first_loss_stops_training_is_warned_of(
 def test_a_layout_with_copies_elsewhere_is_not(world: int, config: ElasticConfig) -> None:
     args = plain(world_size=world, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     assert support.thin_copies(args, config) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "told"),
+    [
+        ({"fp8_recipe": "delayed", "save": "here"}, {}, True),
+        ({"fp8_recipe": "delayed", "load": "here"}, {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "0"}, True),
+        ({"fp8_recipe": "delayed", "load": "here"}, {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}, False),
+        ({"fp8_recipe": "delayed"}, {}, False),
+        ({"fp8_recipe": "tensorwise", "save": "here"}, {}, False),
+    ],
+)
+def test_scales_that_transformer_engine_would_not_read_are_warned_of(tmp_path, monkeypatch, given, environ, told):
+    engine = tmp_path / "transformer_engine"
+    (engine / "pytorch").mkdir(parents=True)
+    (engine / "__init__.py").touch()
+    (engine / "pytorch" / "_extra_state.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    args = plain(**{"fp8": "hybrid", "save": None, "load": None, **given})
+    found = pickled_scales(args, environ)
+    assert bool(found) is told and all("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in line for line in found)
+    (engine / "pytorch" / "_extra_state.py").unlink()  # an older one
+    assert pickled_scales(args, environ) == ()
 
 
 def test_all_that_is_refused_is_told_at_once() -> None:

@@ -119,7 +119,7 @@ def thread_count() -> int:
 
 
 def accelerator_is_open() -> bool:
-    """True if this process has started a CUDA or Ascend driver (asking NVML for the number of devices does not)."""
+    """True if this process has started a CUDA or Ascend driver (of newer drivers NVML opens the same devices)."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")

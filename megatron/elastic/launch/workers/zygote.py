@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.elastic.control import env
+from megatron.elastic.launch.workers.device_count import counted_by_a_child
 from megatron.elastic.launch.workers.processes import (
     MessageSocket,
     accelerator_is_open,
@@ -55,7 +56,21 @@ class Zygote:
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import ``modules`` and tell the agent what came of it."""
-        notes = []
+        notes: list[str] = []
+        if modules:
+            with counted_by_a_child():
+                self._import(modules, notes)
+        if accelerator_is_open():
+            notes.append("a preloaded module has started the accelerator's driver, which does not survive a fork")
+        if thread_count() > 1 or accelerator_is_open():
+            self._may_fork = False
+            notes.append("workers are started by exec instead of fork, which takes seconds")
+        # Keeps the collector from writing to (and so copying) pages shared with the workers.
+        gc.collect()
+        gc.freeze()
+        self._tell(Ready(tuple(notes)))
+
+    def _import(self, modules: Sequence[str], notes: list[str]) -> None:
         for name in modules:
             before = thread_count()
             try:
@@ -66,15 +81,6 @@ class Zygote:
                 notes.append(f"could not preload {name}: {type(error).__name__}: {error}")
             if thread_count() > before:
                 notes.append(f"preloading {name} started {thread_count() - before} thread(s)")
-        if accelerator_is_open():
-            notes.append("a preloaded module has started the accelerator's driver, which does not survive a fork")
-        if thread_count() > 1 or accelerator_is_open():
-            self._may_fork = False
-            notes.append("workers are started by exec instead of fork, which takes seconds")
-        # Keeps the collector from writing to (and so copying) pages shared with the workers.
-        gc.collect()
-        gc.freeze()
-        self._tell(Ready(tuple(notes)))
 
     def serve(self) -> Start | None:
         """Fork on request and reap. Returns its start in a forked worker, None in the zygote once the agent is gone."""

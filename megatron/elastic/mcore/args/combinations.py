@@ -6,12 +6,16 @@ Each function yields one line a fault, which names the flags and the fix.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["packing_faults", "precision_faults", "prediction_faults"]
+__all__ = ["packing_faults", "pickled_scales", "precision_faults", "prediction_faults"]
+
+_ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def precision_faults(args: Namespace, platform: str) -> Iterator[str]:
@@ -54,6 +58,21 @@ def _delayed_faults(args: Namespace) -> Iterator[str]:
     ):
         if asked:
             yield f"--fp8-recipe delayed with {flag}: layers must have equal tensors: use --fp8-recipe tensorwise"
+
+
+def pickled_scales(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a warning where Transformer Engine would refuse the checkpoints of this run (2.20 and later do)."""
+    kept = getattr(args, "fp8", None) and args.fp8_recipe == "delayed" and (args.save or args.load)
+    if not kept or environ.get(_ALLOWED) == "1":
+        return ()
+    engine = find_spec("transformer_engine")
+    places = (engine.submodule_search_locations if engine is not None else None) or ()
+    if not any((Path(place) / "pytorch" / "_extra_state.py").is_file() for place in places):
+        return ()
+    return (
+        f"Transformer Engine keeps scales of --fp8-recipe delayed as a pickle, and reads it only with {_ALLOWED}=1: "
+        "set it if you trust the checkpoints of this run, else they cannot be loaded",
+    )
 
 
 def packing_faults(args: Namespace) -> Iterator[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.mcore.args import arguments, folders, preflight, substitutions, support
+from megatron.elastic.mcore.args import arguments, combinations, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.args.moments import take_over_moments
 from megatron.elastic.mcore.args.muon import snapshot_line
@@ -228,7 +228,7 @@ class Startup:
                 support.check_launcher(os.environ, sys.argv)
         with self._faults.collecting():
             warnings = [*support.check(args, config, self.platform.name), between_releases(installed_version())]
-            for warning in filter(None, warnings):
+            for warning in filter(None, (*warnings, *combinations.pickled_scales(args, os.environ))):
                 _say(f"warning: {warning}", args)
         self._substitute(args, config.strict_flags)
         if args.elastic:
