@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._jobs import PRETRAIN, QUIET, ROOT, command, environment
@@ -104,8 +105,12 @@ class Machine:
         one_device: bool = False,
         seconds: float = 180.0,
         until: Callable[[list[EventRecord], str], bool] | None = None,
+        given: Mapping[str, str] = MappingProxyType({}),
     ) -> Ran:
-        """Run the script on ``ranks`` processes. ``until``: the job has no end, and is told to end then."""
+        """Run the script on ``ranks`` processes. ``until``: the job has no end, and is told to end then.
+
+        ``given``: further variables.
+        """
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         events = folder / "events"
@@ -114,7 +119,7 @@ class Machine:
         said, began = folder / "output.txt", time.monotonic()
         with said.open("w") as out:
             running = subprocess.Popen(
-                words, cwd=ROOT, env=self.environment(one_device), stdout=out, stderr=subprocess.STDOUT
+                words, cwd=ROOT, env={**self.environment(one_device), **given}, stdout=out, stderr=subprocess.STDOUT
             )
             code = _followed(running, events, said, began + seconds, until)
         found = read_events(events) if events.is_dir() else []

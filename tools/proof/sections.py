@@ -40,6 +40,8 @@ ROUNDING_FP8 = 2e-3
 MANY = 4000
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (4, 2, 1))
 """(ranks, tensor-parallel size, stages)."""
+FIXED_ORDER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Variables with which ``--deterministic-mode`` starts on NVIDIA GPUs."""
 GIB = 1 << 30
 
 
@@ -310,16 +312,21 @@ def overhead(machine: Machine, settings: Settings) -> Figures:
 
 
 def exact(machine: Machine, settings: Settings) -> Figures:
-    """Exact mode: its losses after a kill are those without, or it says in one line why it does not start here."""
-    flags = (*MODEL, "--elastic-exact", "--calculate-per-token-loss", "--train-iters", str(settings.steps))
-    whole = machine.job("exact", 2, *flags, one_device=machine.devices < 2)
-    if whole.code:
-        told = [line for line in whole.output.splitlines() if "exact" in line]
-        return {"passed": None if told else False, "why": told[-1] if told else whole.fault}
-    script = ["kill:rank=1,step=2,point=mid_backward"]
-    lost = machine.job("exact-kill", 2, *flags, *faults(script), "--no-elastic-respawn", one_device=machine.devices < 2)
-    same = whole.losses == lost.losses
-    return {"passed": same and not lost.fault, "fault": failed(lost)}
+    """Exact mode: the losses after a kill are those without, to the bit."""
+    flags = (*MODEL, "--elastic-exact", "--deterministic-mode", "--train-iters", str(settings.steps))
+    rows: list[Figures] = []
+    for ranks, pipeline in ((2, 1), (4, 2)):
+        where: Any = {"one_device": machine.devices < ranks, "given": FIXED_ORDER}
+        name = f"exact-{ranks}-{pipeline}"
+        whole = machine.job(name, ranks, *flags, *sizes(1, pipeline), **where)
+        lose = (*faults(["kill:rank=1,step=2,point=mid_backward"]), "--no-elastic-respawn")
+        lost = machine.job(f"{name}-kill", ranks, *flags, *sizes(1, pipeline), *lose, **where)
+        row = {"ranks": ranks, "pipeline": pipeline, "kills": len(happened(lost.output)), "fault": failed(whole, lost)}
+        rows.append({**row, "steps": len(whole.losses), "same_losses": whole.losses == lost.losses})
+    passed = all(
+        row["same_losses"] and (row["kills"], row["steps"]) == (1, settings.steps) and not row["fault"] for row in rows
+    )
+    return {"passed": passed, "layouts": rows}
 
 
 def fp8(machine: Machine, settings: Settings) -> Figures:

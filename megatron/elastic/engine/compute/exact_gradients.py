@@ -8,9 +8,10 @@ fixed point. Everything after that is integer addition: over the micro-batches o
 the ranks of a cell, over the cells of a unit group. Only the total is converted to fp32 again,
 by the ranks that receive it.
 
-A gradient is converted and added when autograd has it (:meth:`Arena.hand_over`): it is then
+A gradient is converted and added when autograd has it (:meth:`Arena.hand_over`): on a host it is then
 still in the processor's caches, and no fp32 sum is written and read again. The first
 contribution of a pass replaces the sum of the pass before, which is therefore not zeroed.
+Sums lie where gradients do (:mod:`fixed_point`).
 
 Each use of a shared weight is a contribution of its own: tied embeddings give the
 same bits whether both ends are on one cell or on two.
@@ -28,8 +29,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.elastic import _state
 from megatron.elastic.engine.compute.buffers import Arena, UnitSlice
+from megatron.elastic.engine.compute.fixed_point import CONVERTIBLE, NOT_FINITE, OUT_OF_RANGE, fixed_point
 from megatron.elastic.plan.dataflow import PlanError, microbatch_rows
 from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.policies.registry import Choice
@@ -41,9 +42,6 @@ _FINEST = 36
 """Binary places of the first attempt, before the loss scale; 2^-36 is fp32's own step at 2^-13."""
 _COARSER = 8
 _ATTEMPTS = 6
-_CONVERTIBLE = 51
-"""The native kernel converts magnitudes below 2^51."""
-_OUT_OF_RANGE, _NOT_FINITE = 1, 2
 
 
 class OutOfRange(RuntimeError):
@@ -74,22 +72,20 @@ class ExactGradients:
 
     ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model.
 
-    From now on the arena hands its gradients over to it. Sums are kept and added on the host, also where the arena is
-    on a device.
+    From now on the arena hands its gradients over to it.
     """
 
     def __init__(self, arena: Arena, microbatches: int, uses: int = 2) -> None:
         self._arena = arena
         # Sums of `microbatches · uses` contributions must stay below 2^62.
-        self._limit = 2.0 ** min(_CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
-        self._sums = torch.zeros(0, dtype=torch.int64)
+        limit = 2.0 ** min(CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
+        self._arithmetic = fixed_point(limit, arena.device)
+        self._sums = torch.zeros(0, dtype=torch.int64, device=arena.device)
         self._laid_out: Mapping[UnitShard, UnitSlice] | None = None
         self._stops: dict[int, int] = {}
         """Start → stop of the places of parameters."""
         self._unset: set[int] = set()
         """Starts of places without a contribution in this pass: their sums are still those of another pass."""
-        self._scale = 1.0
-        self._flags = 0
         self._finite = True
         arena.hand_over(self.add)
 
@@ -102,10 +98,11 @@ class ExactGradients:
             raise ValueError("--elastic-exact cannot go on with another tensor-parallel size: it is part of the bits")
         if self._laid_out is not self._arena.slices:  # padding, which no contribution sets, must be zero
             self._laid_out = self._arena.slices
-            self._sums = torch.zeros(self._arena.gradients.shape, dtype=torch.int64)
+            self._sums = torch.zeros_like(self._arena.gradients, dtype=torch.int64)
             self._stops = dict(self._arena.places())
         self._unset = set(self._stops)
-        self._scale, self._flags, self._finite = math.ldexp(1.0, places), 0, True
+        self._arithmetic.begin(math.ldexp(1.0, places))
+        self._finite = True
 
     def add(self, start: int, gradient: torch.Tensor) -> None:
         """Add a contribution to the place of a parameter that begins at ``start``; ``gradient`` is left as it is.
@@ -114,13 +111,11 @@ class ExactGradients:
         """
         if self._laid_out is not self._arena.slices:
             raise RuntimeError("a gradient was computed outside of a pass")
-        values = gradient.detach().to("cpu", torch.float32).contiguous()
-        if start + values.numel() != self._stops[start]:
-            raise ValueError(f"{values.numel()} gradients for elements [{start}, {self._stops[start]}) of the arena")
-        first = start in self._unset
+        stop = start + gradient.numel()
+        if stop != self._stops[start]:
+            raise ValueError(f"{gradient.numel()} gradients for elements [{start}, {self._stops[start]}) of the arena")
+        self._arithmetic.fold(gradient.detach().reshape(-1), self._sums[start:stop], first=start in self._unset)
         self._unset.discard(start)
-        target = self._sums.data_ptr() + start * self._sums.itemsize
-        self._flags |= _state.fold(values.data_ptr(), target, values.numel(), self._scale, self._limit, first)
 
     def contribute(self, unit: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of one use of a parameter that has several uses."""
@@ -128,7 +123,7 @@ class ExactGradients:
 
     def spoil(self) -> None:
         """Act as if a contribution of this rank had not been finite (fault injection)."""
-        self._flags, self._finite = self._flags | _NOT_FINITE, False
+        self._finite = False
 
     def views(self) -> Mapping[int, Sequence[torch.Tensor]]:
         """Return the sums of each parameter, in its shape, per unit, for addition within a cell."""
@@ -145,7 +140,8 @@ class ExactGradients:
     def agreed(self, world: dist.ProcessGroup) -> bool:
         """Return whether all contributions of all ranks were in range. Collective; call before gradients are kept."""
         self._end()
-        flags = torch.tensor([self._flags & _OUT_OF_RANGE, self._flags & _NOT_FINITE])
+        found = self._arithmetic.flags() | (0 if self._finite else NOT_FINITE)
+        flags = torch.tensor([found & OUT_OF_RANGE, found & NOT_FINITE])
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world)
         self._finite = not bool(flags[1])
         return not self._finite or not bool(flags[0])
@@ -169,12 +165,8 @@ class ExactGradients:
 
         If a contribution of any rank was not finite, these gradients become NaN, and the vote refuses the step.
         """
-        sums, gradients = self._sums[start:stop], self._arena.gradients[start:stop]
-        if not self._finite:
+        gradients = self._arena.gradients[start:stop]
+        if self._finite:
+            self._arithmetic.unfold(self._sums[start:stop], gradients)
+        else:
             gradients.fill_(math.nan)
-            return
-        on_host = gradients.device.type == "cpu"
-        summed = gradients if on_host else torch.empty(gradients.shape, dtype=torch.float32)
-        _state.unfold(sums.data_ptr(), summed.data_ptr(), sums.numel(), self._scale)
-        if not on_host:
-            gradients.copy_(summed)

@@ -11,6 +11,7 @@ written from the same tables:
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -304,8 +305,13 @@ def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
 def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     if not config.exact:
         return
-    if platform != "cpu":
-        yield "--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out"
+    if platform != "cpu" and not args.deterministic_mode:
+        yield (
+            "--elastic-exact needs --deterministic-mode on a device, whose kernels add up in any order without it: "
+            "add it (with CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring in the environment)"
+        )
+    if platform == "cuda" and args.deterministic_mode and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        yield "--elastic-exact: cuBLAS has a fixed order with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: set it"
     if not policy_named(config.policy).keeps_batch:
         yield (
             f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
