@@ -311,7 +311,7 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
             "add it (with CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring in the environment)"
         )
     if platform == "cuda" and args.deterministic_mode and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        yield "--elastic-exact: cuBLAS has a fixed order with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment: set it"
+        yield "--elastic-exact: cuBLAS adds up in one order with CUBLAS_WORKSPACE_CONFIG=:4096:8 alone: export it"
     if not policy_named(config.policy).keeps_batch:
         yield (
             f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
