@@ -79,6 +79,29 @@ def test_a_job_trains_on_the_devices_as_on_the_cpu_although_a_rank_is_lost(tmp_p
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
 
 
+EXACT = ("--elastic-exact", "--deterministic-mode", "--elastic-mirrors", "2")
+FIXED_ORDER = {"NCCL_ALGO": "Ring"}
+"""Megatron asks for it beside ``--deterministic-mode``."""
+
+
+@pytest.mark.parametrize("where", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_exact_mode_has_the_bits_of_an_undisturbed_run_although_ranks_are_lost_and_come_back(
+    tmp_path: Path, where: str
+) -> None:
+    flags = (*DROPOUT, *EXACT, "--elastic-state", where)
+    quiet = elastic_job(tmp_path / "quiet", 4, 1, 2, 8, *flags, environment=on_standin(**FIXED_ORDER))
+    script = (
+        "delay:missing=1,count=0,point=before_vote,seconds=60;kill:rank=3,step=2,point=mid_backward;"
+        "kill:rank=0,step=5,point=after_reduce"
+    )
+    losing = ("--elastic-allow-inject", "--elastic-inject", script)
+    lost = elastic_job(tmp_path / "lost", 4, 1, 2, 8, *flags, *losing, environment=on_standin(**FIXED_ORDER))
+    assert finished(quiet) == finished(lost) and quiet.norms == lost.norms
+    assert {record.fields["lost_rank"] for record in lost.of("loss")} == {0, 3}
+    assert all(record.fields["lost_steps"] == 0 for record in lost.of("recovery"))
+    assert lives(lost) >= {(3, 1), (0, 1)}
+
+
 def lives(result: JobResult) -> set[tuple[int, int]]:
     """(rank, incarnation) that took part in a step."""
     return {(record.rank, record.incarnation) for record in result.of("phases")}

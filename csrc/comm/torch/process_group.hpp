@@ -9,6 +9,10 @@
 // the order they were made on this group.
 #pragma once
 
+#ifndef NDEBUG
+#error "torch is compiled with NDEBUG, and classes of its headers have other members without it"
+#endif
+
 #include <functional>
 #include <memory>
 #include <string>

@@ -1,7 +1,7 @@
 """Device tensors through a vendor's library, with the CPU as the device and a library that really moves bytes.
 
 ``moving_nccl.c`` is compiled with NCCL's names and prototypes and loaded by the
-same code that loads NCCL; several processes, real kills. No GPU has run this.
+same code that loads NCCL; several processes, real kills.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_a_package_that_is_too_old_or_absent_is_named(monkeypatch: pytest.Monkey
     versions = {"torch": "2.1.0", "megatron-core": "0.17.1", "megatron-elastic": "0.1.0"}
     monkeypatch.setattr("megatron.elastic.platform.installation._version_of", versions.get)
     faults = [each.text for each in check_installation() if each.subject == "packages"]
-    assert "torch is 2.1.0: pip install 'torch<2.16,>=2.13'" in faults
+    assert "torch is 2.1.0: pip install 'torch<2.16,>=2.11'" in faults
     assert any(fault.startswith("msgspec is not installed: pip install 'msgspec") for fault in faults)
 
 

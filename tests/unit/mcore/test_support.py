@@ -25,6 +25,7 @@ def plain(**given: Any) -> Namespace:
         "elastic": True,
         "context_parallel_size": 1,
         "num_experts": None,
+        "deterministic_mode": False,
         "sequence_parallel": False,
         "add_bias_linear": True,
         "expert_model_parallel_size": 1,
@@ -134,13 +135,23 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("platform", "config", "named"),
     [
-        ("cuda", ElasticConfig(exact=True), "--elastic-exact"),
+        ("cuda", ElasticConfig(exact=True), "--elastic-exact needs --deterministic-mode"),
         ("cpu", ElasticConfig(exact=True, policy="torchft"), "--elastic-policy torchft"),
     ],
 )
 def test_what_exact_mode_cannot_keep_is_refused(platform: str, config: ElasticConfig, named: str) -> None:
     with pytest.raises(BadInput, match=named):
         check(plain(), config, platform, [])
+
+
+def test_exact_mode_on_a_device_needs_kernels_that_add_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, config = plain(deterministic_mode=True), ElasticConfig(exact=True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with pytest.raises(BadInput, match=r"CUBLAS_WORKSPACE_CONFIG=:4096:8 alone: export it"):
+        check(args, config, "cuda", [])
+    check(args, config, "npu", [])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    check(args, config, "cuda", [])
 
 
 def test_device_memory_for_state_needs_a_device() -> None:

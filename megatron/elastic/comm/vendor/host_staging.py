@@ -5,7 +5,7 @@ it lacks, a world of one. Each tensor is copied device → host, the operation r
 on host memory, and what it wrote is copied back. Host copies are page-locked, so
 that each is a single DMA transfer; torch's host allocator keeps them for the next
 call. With tensors of the CPU the same path runs with ordinary memory, which is
-how it is tested; no GPU has run it.
+how it is tested; ranks that shared an H200 have used it (docs/gpu.md).
 
 Invariant: a staged call returns when the result is in the tensor (its stream is
 synchronised), so no later kernel can read half of it.

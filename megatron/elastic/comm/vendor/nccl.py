@@ -15,8 +15,8 @@ nothing of it           abort, made anew by all    abort, made anew by all
 
 Source: NVIDIA's ``nccl.h`` (2.27 brought shrink, later ones revoke and grow).
 :data:`PROTOTYPES` is checked against the header and library of a wheel by
-``tests/unit/comm/test_nccl.py``. No GPU has run this file yet: the call
-sequences are tested over a stand-in library that is really loaded.
+``tests/unit/comm/test_nccl.py``. The call sequences are tested over a stand-in library
+that is really loaded; on a GPU a group of one has run (docs/gpu.md).
 """
 
 from __future__ import annotations

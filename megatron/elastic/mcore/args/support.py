@@ -135,7 +135,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("FP8", ("--fp8-format", *flag_table.FP8),
             lambda args: _any("fp8")(args) and _other_than("fp8_recipe", "custom")(args),
             "refused", "works", "in dense layers of Transformer Engine; with --fp8-recipe delayed scales change once a "
-            "step; never run on a GPU"),
+            "step; of the recipes delayed alone was run on a GPU"),
     Feature("FP8 by a quantizer of one's own", ("--fp8-quantizer-factory",),
             lambda args: _any("fp8")(args) and not _other_than("fp8_recipe", "custom")(args),
             "refused", "refused", "it may keep what no other rank knows: use --fp8-recipe delayed, tensorwise, "

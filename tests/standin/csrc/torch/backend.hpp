@@ -1,6 +1,10 @@
 // What torch needs to know of the stand-in devices: allocator, device guard, generator, hooks.
 #pragma once
 
+#ifndef NDEBUG
+#error "torch is compiled with NDEBUG, and classes of its headers have other members without it"
+#endif
+
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
