@@ -1,6 +1,7 @@
 """The jobs of a proof: one command each, on the devices of this machine or on one of them.
 
-Invariant: a job that fails or takes too long is a result (:attr:`Ran.fault`), never the end of the proof.
+Invariants: a job that fails or takes too long is a result (:attr:`Ran.fault`), never the end of the proof. Jobs that
+run at once have no more ranks in all than the machine has cores, unless one has more by itself.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._jobs import PRETRAIN, QUIET, ROOT, command, environment
@@ -26,6 +30,7 @@ DRAINED = 3
 """Exit code of a job that was told to end."""
 _OWN_CHECKPOINTS = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 """Transformer Engine may read the scales of FP8 in checkpoints, which are pickles: the proof has written them."""
+_Result = TypeVar("_Result")
 _LEAVING = 30.0
 """Seconds in which a job that is told to end must have ended."""
 
@@ -79,6 +84,28 @@ def on_platform(platform: str, **more: str) -> dict[str, str]:
     return {**environment(), "PYTHONPATH": os.pathsep.join(places), **settings}
 
 
+class Cores:
+    """The processor cores that jobs share, one for each rank."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._free = count
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def held(self, ranks: int) -> Iterator[None]:
+        """Hold a core for each of ``ranks``, or all of them if there are fewer; wait until they are free."""
+        wanted = min(ranks, self._count)
+        with self._freed:
+            self._freed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._free += wanted
+                self._freed.notify_all()
+
+
 @dataclass(frozen=True)
 class Machine:
     """Devices of one platform, as ``ELASTIC_PLATFORM`` names it. ``one``: variables that leave one device visible.
@@ -91,10 +118,16 @@ class Machine:
     one: Mapping[str, str]
     folder: Path
     script: str = PRETRAIN
+    cores: Cores = field(default_factory=lambda: Cores(os.cpu_count() or 1))
 
     def environment(self, one_device: bool = False) -> dict[str, str]:
         """The variables of a job."""
         return on_platform(self.platform, **(self.one if one_device else {}))
+
+    def side_by_side(self, calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+        """Return what ``calls`` return; their jobs run at once, as far as there are cores. For what is not timed."""
+        with ThreadPoolExecutor(max(1, len(calls))) as threads:
+            return list(threads.map(lambda call: call(), calls))
 
     def job(
         self,
@@ -116,8 +149,9 @@ class Machine:
         events = folder / "events"
         own = ("--elastic", "--elastic-event-log", str(events)) if elastic else ()
         words = command(ranks, *QUIET, *flags, *own, script=self.script)
-        said, began = folder / "output.txt", time.monotonic()
-        with said.open("w") as out:
+        said = folder / "output.txt"
+        with self.cores.held(ranks), said.open("w") as out:
+            began = time.monotonic()
             running = subprocess.Popen(
                 words, cwd=ROOT, env={**self.environment(one_device), **given}, stdout=out, stderr=subprocess.STDOUT
             )

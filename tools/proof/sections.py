@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,18 @@ def parity(machine: Machine, settings: Settings) -> Figures:
     )
     if fault := failed(first, plain):
         return {"passed": False, "fault": fault}
-    rows: list[Figures] = []
-    for ranks, tensor, pipeline in settings.layouts:
-        for one_device in (True, False):
-            if not one_device and machine.devices < max(2, ranks):
-                continue
-            name = f"layout-{ranks}-{tensor}-{pipeline}-{'shared' if one_device else 'own'}"
-            flags = (*MODEL, *ends, *from_checkpoint(machine.folder / "saved"), *sizes(tensor, pipeline))
-            run = machine.job(name, ranks, *flags, one_device=one_device)
-            row = {"ranks": ranks, "tensor": tensor, "pipeline": pipeline, "one_device": one_device}
-            rows.append({**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(run)})
+
+    def layout(ranks: int, tensor: int, pipeline: int, one_device: bool) -> Figures:
+        name = f"layout-{ranks}-{tensor}-{pipeline}-{'shared' if one_device else 'own'}"
+        flags = (*MODEL, *ends, *from_checkpoint(machine.folder / "saved"), *sizes(tensor, pipeline))
+        run = machine.job(name, ranks, *flags, one_device=one_device)
+        row = {"ranks": ranks, "tensor": tensor, "pipeline": pipeline, "one_device": one_device}
+        return {**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(run)}
+
+    apart = [one for one in settings.layouts if machine.devices >= max(2, one[0])]
+    shared = [partial(layout, *one, one_device=True) for one in settings.layouts]
+    own = [partial(layout, *one, one_device=False) for one in apart]
+    rows = machine.side_by_side([*shared, *own])
     worst = max(row["deviation"] for row in rows)
     return {"passed": worst <= ROUNDING, "deviation": worst, "layouts": rows}
 
@@ -314,15 +317,18 @@ def overhead(machine: Machine, settings: Settings) -> Figures:
 def exact(machine: Machine, settings: Settings) -> Figures:
     """Exact mode: the losses after a kill are those without, to the bit."""
     flags = (*MODEL, "--elastic-exact", "--deterministic-mode", "--train-iters", str(settings.steps))
-    rows: list[Figures] = []
-    for ranks, pipeline in ((2, 1), (4, 2)):
-        where: Any = {"one_device": machine.devices < ranks, "given": FIXED_ORDER}
-        name = f"exact-{ranks}-{pipeline}"
-        whole = machine.job(name, ranks, *flags, *sizes(1, pipeline), **where)
-        lose = (*faults(["kill:rank=1,step=2,point=mid_backward"]), "--no-elastic-respawn")
-        lost = machine.job(f"{name}-kill", ranks, *flags, *sizes(1, pipeline), *lose, **where)
+    lose = (*faults(["kill:rank=1,step=2,point=mid_backward"]), "--no-elastic-respawn")
+
+    def layout(ranks: int, pipeline: int) -> Figures:
+        run = partial(machine.job, one_device=machine.devices < ranks, given=FIXED_ORDER)
+        name, here = f"exact-{ranks}-{pipeline}", (*flags, *sizes(1, pipeline))
+        whole, lost = machine.side_by_side(
+            [partial(run, name, ranks, *here), partial(run, f"{name}-kill", ranks, *here, *lose)]
+        )
         row = {"ranks": ranks, "pipeline": pipeline, "kills": len(happened(lost.output)), "fault": failed(whole, lost)}
-        rows.append({**row, "steps": len(whole.losses), "same_losses": whole.losses == lost.losses})
+        return {**row, "steps": len(whole.losses), "same_losses": whole.losses == lost.losses}
+
+    rows = machine.side_by_side([partial(layout, 2, 1), partial(layout, 4, 2)])
     passed = all(
         row["same_losses"] and (row["kills"], row["steps"]) == (1, settings.steps) and not row["fault"] for row in rows
     )
@@ -335,30 +341,39 @@ def fp8(machine: Machine, settings: Settings) -> Figures:
     A replica has one micro-batch a step: plain Megatron changes scales once a step then, too. Its own micro-batch has
     the rows of two replicas, and the loss is one over all tokens.
     """
-    rows: list[Figures] = []
-    for recipe in settings.recipes:
-        kind = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--calculate-per-token-loss")
-        flags, alone = (*MODEL, *kind, "--global-batch-size", "4"), ("--micro-batch-size", "4")
-        check = machine.job(f"fp8-{recipe}-check", 1, *flags, *ending(SAVED), "--elastic-check", one_device=True)
-        if told := [line for line in check.output.splitlines() if line.startswith("error: --fp8")]:
-            return {"passed": None, "why": told[-1]}
-        saved = machine.folder / f"fp8-{recipe}-saved"
-        save, ends = ("--save", str(saved), "--save-interval", str(SAVED)), ending(settings.steps)
-        first = machine.job(
-            f"fp8-{recipe}-saving", 1, *flags, *alone, *ending(SAVED), *save, elastic=False, one_device=True
-        )
-        flags = (*flags, *ends, *from_checkpoint(saved))
-        plain = machine.job(f"fp8-{recipe}-plain", 1, *flags, *alone, elastic=False, one_device=True)
-        lost = (*faults([f"kill:rank=1,step={SAVED + 1},point=mid_backward"]), "--no-elastic-respawn")
-        run = machine.job(f"fp8-{recipe}", 2, *flags, *lost, one_device=machine.devices < 2)
-        steps = sum(record.fields["lost_steps"] for record in run.of("recovery"))
-        row = {"recipe": recipe, "losses": len(happened(run.output)), "lost_steps": steps}
-        rows.append({**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(first, plain, run)})
+    rows = machine.side_by_side([partial(_recipe, machine, settings, recipe) for recipe in settings.recipes])
+    if told := [row["why"] for row in rows if "why" in row]:
+        return {"passed": None, "why": told[0]}
     passed = all(
         (row["losses"], row["lost_steps"]) == (1, 0) and row["deviation"] <= ROUNDING_FP8 and not row["fault"]
         for row in rows
     )
     return {"passed": passed, "recipes": rows}
+
+
+def _recipe(machine: Machine, settings: Settings, recipe: str) -> Figures:
+    """One recipe of :func:`fp8`."""
+    kind = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, "--calculate-per-token-loss")
+    flags, alone = (*MODEL, *kind, "--global-batch-size", "4"), ("--micro-batch-size", "4")
+    check = machine.job(f"fp8-{recipe}-check", 1, *flags, *ending(SAVED), "--elastic-check", one_device=True)
+    if told := [line for line in check.output.splitlines() if line.startswith("error: --fp8")]:
+        return {"why": told[-1]}
+    saved = machine.folder / f"fp8-{recipe}-saved"
+    save, ends = ("--save", str(saved), "--save-interval", str(SAVED)), ending(settings.steps)
+    first = machine.job(
+        f"fp8-{recipe}-saving", 1, *flags, *alone, *ending(SAVED), *save, elastic=False, one_device=True
+    )
+    flags = (*flags, *ends, *from_checkpoint(saved))
+    lost = (*faults([f"kill:rank=1,step={SAVED + 1},point=mid_backward"]), "--no-elastic-respawn")
+    plain, run = machine.side_by_side(
+        [
+            partial(machine.job, f"fp8-{recipe}-plain", 1, *flags, *alone, elastic=False, one_device=True),
+            partial(machine.job, f"fp8-{recipe}", 2, *flags, *lost, one_device=machine.devices < 2),
+        ]
+    )
+    steps = sum(record.fields["lost_steps"] for record in run.of("recovery"))
+    row = {"recipe": recipe, "losses": len(happened(run.output)), "lost_steps": steps}
+    return {**row, "deviation": deviation(plain.losses, run.losses), "fault": failed(first, plain, run)}
 
 
 SECTIONS: Mapping[str, Callable[[Machine, Settings], Figures]] = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from megatron.elastic.observe.events import EventRecord
 from tools.proof import __main__ as proof
 from tools.proof import report
 from tools.proof.__main__ import main
-from tools.proof.machine import DRAINED, Machine, Ran
+from tools.proof.machine import DRAINED, Cores, Machine, Ran
 from tools.proof.sections import SECTIONS, deviation, happened, mttr, phases, whole_again
 
 KILLS = "".join(
@@ -137,3 +140,39 @@ def test_bad_input_is_one_line_that_names_the_flag(
         main()
     assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("cores", [1, 4, 16])
+def test_jobs_at_once_have_no_more_ranks_than_there_are_cores(tmp_path: Path, cores: int) -> None:
+    machine = Machine("cpu", 1, {}, tmp_path, cores=Cores(cores))
+    lock, running, most = threading.Lock(), set[int](), 0
+    sizes = [1, 2, 4, 4, 2, 8, 1, 2]
+
+    def job(number: int) -> int:
+        nonlocal most
+        with machine.cores.held(sizes[number]):
+            with lock:
+                running.add(number)
+                ranks = sum(sizes[one] for one in running)
+                assert ranks <= cores or len(running) == 1
+                most = max(most, ranks)
+            time.sleep(0.02)
+            with lock:
+                running.discard(number)
+        return number
+
+    assert machine.side_by_side([partial(job, number) for number in range(len(sizes))]) == list(range(len(sizes)))
+    assert most >= min(cores, 8)
+
+
+def test_a_call_that_raises_gives_its_cores_back(tmp_path: Path) -> None:
+    machine = Machine("cpu", 1, {}, tmp_path, cores=Cores(2))
+
+    def fails() -> None:
+        with machine.cores.held(2):
+            raise OSError("no such program")
+
+    with pytest.raises(OSError, match="no such program"):
+        machine.side_by_side([fails, fails])
+    with machine.cores.held(2):
+        pass
