@@ -195,7 +195,7 @@ class ElasticConfig:
     limits of NVIDIA GPUs to the highest that these allow. Use it where power supply and cooling bear it."""
 
     exact: bool = False
-    """Make the final weights equal, bit by bit, to those of a run without losses. Slower. Devices need --deterministic-mode."""
+    """Make the final weights those of a run without losses, bit by bit. Slower; devices need --deterministic-mode."""
 
     secret_file: str | None = None
     """File with the job's secret, at least 32 hex digits (openssl rand -hex 16), readable by its owner alone, the same

@@ -59,6 +59,7 @@ CASES = (
     Case("refused-with-elastic", 1, "--mock-data --elastic --data-parallel-random-init",
          ("--data-parallel-random-init", "not supported with --elastic")),
     Case("further-tokens", 1, "--mock-data --elastic --mtp-num-layers 1", ("--mtp-num-layers 1", "use rope")),
+    Case("fp8", 1, "--mock-data --elastic --fp8-format hybrid", ("--fp8-format hybrid needs Transformer Engine",)),
     Case("strict-flags", 1, "--mock-data --elastic-strict-flags", ("--transformer-impl local", "gloo")),
     Case("no-launcher", 2, "--mock-data --elastic", ("python -m megatron.elastic.launch --nproc-per-node 2",),
          launcher=False),
