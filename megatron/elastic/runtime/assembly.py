@@ -73,6 +73,7 @@ from megatron.elastic.runtime.telemetry import (
 from megatron.elastic.runtime.tolerance import Tolerances
 from megatron.elastic.state.device_place import DevicePlace
 from megatron.elastic.state.layout import UnitLayout, UnitShard
+from megatron.elastic.state.memory import SUM_BYTES
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.place import HOST
 from megatron.elastic.state.pool import StatePool
@@ -330,6 +331,7 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
         state_bytes=every,
         used_ppm=job.interface.used_ppm,
         quantized_bytes=job.interface.quantized_bytes,
+        gradient_bytes=4 + (SUM_BYTES if job.config.exact else 0),
     )
     return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, resident_ppm=-(-1_000_000 * here // every))
 

@@ -22,7 +22,7 @@ from megatron.elastic.platform.base import Platform
 from megatron.elastic.platform.own_device import own_device
 from megatron.elastic.state.device_place import DevicePlace, Kernels, tensor_kernels
 from megatron.elastic.state.layout import BlockKey, UnitLayout, UnitShard
-from megatron.elastic.state.memory import OWNER_BYTES, Training, table
+from megatron.elastic.state.memory import OWNER_BYTES, SUM_BYTES, Training, table
 from megatron.elastic.state.step_selftest import differing
 
 __all__ = ["agree_on_owners", "bytes_needed", "device_place", "lines", "training_of"]
@@ -63,6 +63,7 @@ def training_of(config: ElasticConfig, topology: LaunchTopology, arena: Arena, o
         on_device=owners.on_device,
         snapshot=config.snapshot if owners.same_bits else "state",
         accelerator=arena.device.type != "cpu",
+        exact=config.exact,
     )
 
 
@@ -72,16 +73,18 @@ def bytes_needed(
     layouts: Mapping[UnitShard, UnitLayout],
     owned: Iterable[BlockKey],
     arena: Arena,
+    exact: bool,
 ) -> int:
     """Return the device bytes of ``owned`` blocks, and of what the forwards of a full pipeline keep on this rank.
 
-    Layers in FP8 keep copies of their weights, too.
+    Layers in FP8 keep copies of their weights, too, and ``exact`` mode sums of gradients.
     """
     elements = sum(layouts[key[:2]].blocks[key[2]].numel for key in owned)
     rows = topology.grid.micro_batch_size * topology.pipeline
     activations = sum(rows * interface.activation_bytes(u) for u in arena.held.units if u < topology.compute_units)
     slots = (slot for piece in arena.slices.values() for slot in piece.layout.slots)
-    return OWNER_BYTES * elements + activations + sum(interface.quantized_bytes(slot.spec) for slot in slots)
+    quantized = sum(interface.quantized_bytes(slot.spec) for slot in slots)
+    return OWNER_BYTES * elements + activations + quantized + (SUM_BYTES * arena.state_stop if exact else 0)
 
 
 def agree_on_owners(

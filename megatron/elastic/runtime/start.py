@@ -50,7 +50,7 @@ def found(links: Links, job: EngineParts) -> Engine:
     own = own_catalog(job.interface, job.launch_topology, links.fabric.rank)
     arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
     owned = configuration.placement.owned_by(links.fabric.rank)
-    needed = bytes_needed(job.launch_topology, job.interface, layouts, owned, arena)
+    needed = bytes_needed(job.launch_topology, job.interface, layouts, owned, arena, job.config.exact)
     hardware = survey(links.fabric, links.threads)
     owners = agree_on_owners(links.fabric, job.config, select(), needed, hardware.sharing)
     hardware = replace(hardware, owners=owners)

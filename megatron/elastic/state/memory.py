@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OWNER_BYTES", "Bytes", "MemoryRow", "Training", "memory_rows", "table"]
+__all__ = ["OWNER_BYTES", "SUM_BYTES", "Bytes", "MemoryRow", "Training", "memory_rows", "table"]
 
 _STATE = 12
 """Of a copy: master, first and second moment, fp32."""
 _GRADIENT = 4
 OWNER_BYTES = _STATE + _GRADIENT
 """Of a copy in ``gradient`` mode, with the gradient that it retains."""
+SUM_BYTES = 8
+"""Of a gradient's sum in exact mode, beside the gradient."""
 _GIB = 2**30
 
 
@@ -56,6 +58,8 @@ class Training:
     snapshot: Literal["gradient", "state"] = "gradient"
     accelerator: bool = True
     """False on a CPU, where all memory is the host's."""
+    exact: bool = False
+    """Gradients are summed as integers first."""
 
     @property
     def owner(self) -> Bytes:
@@ -75,8 +79,10 @@ def memory_rows(training: Training) -> tuple[MemoryRow, ...]:
     held = training.itemsize + _GRADIENT
     model = MemoryRow("parameters and gradients", Bytes(held, 0) if training.accelerator else Bytes(0, held))
     copies = f"{training.mirrors} mirror{'s' * (training.mirrors != 1)}"
-    parts = (model, MemoryRow("owned state", training.owner), MemoryRow(copies, training.mirror))
-    total = parts[0].each + parts[1].each + parts[2].each
+    sums = MemoryRow("sums of exact mode", Bytes(SUM_BYTES, 0) if training.accelerator else Bytes(0, SUM_BYTES))
+    state = (MemoryRow("owned state", training.owner), MemoryRow(copies, training.mirror))
+    parts = (model, *([sums] if training.exact else []), *state)
+    total = sum((part.each for part in parts), Bytes(0, 0))
     # Megatron steps fp32 parameters in place and keeps no other master of them.
     plain = held + (_STATE - (4 if training.itemsize == 4 else 0)) / training.ranks
     beside = Bytes(plain, 0) if training.accelerator else Bytes(0, plain)

@@ -71,6 +71,14 @@ def test_copies_of_weights_in_8_bits_take_memory_of_their_unit() -> None:
     assert more == [2 * layouts(shape)[unit, 0].numel for unit in range(shape.compute_units)]
 
 
+def test_a_gradients_bytes_are_memory_of_its_unit() -> None:
+    shape = nominal(1, 2, 2)
+    usual, exact = profile(shape), profile(shape, gradient_bytes=12)
+    more = [one.param_bytes - other.param_bytes for one, other in zip(exact.units, usual.units, strict=True)]
+    assert all(more) and all(extra % 8 == 0 for extra in more)
+    assert more[1] == 8 * layouts(shape)[1, 0].numel
+
+
 @pytest.mark.parametrize(("tensor", "pipeline", "data", "lost"), [(1, 2, 2, 3), (1, 4, 2, 5), (2, 2, 2, 6)])
 def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
     tensor: int, pipeline: int, data: int, lost: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import weakref
@@ -24,7 +25,7 @@ class Taking:
 
     def __call__(self, name: str, value: object) -> None:
         self._real(name, value)
-        thread_state.ctypes.pythonapi.Py_DecRef(thread_state.ctypes.py_object(value))
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
 
 
 @pytest.fixture(params=["counts", "takes over"])

@@ -157,6 +157,7 @@ def exact_sum(device: str) -> tuple[list[float], list[int]]:
     gradients = torch.zeros(50, device=device)
     arena = SimpleNamespace(
         gradients=gradients,
+        device=gradients.device,
         slices={},
         has_local=False,
         places=lambda: [(0, 10), (10, 20), (20, 50)],

@@ -438,11 +438,12 @@ def check_needed_bytes_are_those_of_owned_blocks_and_of_a_full_pipeline() -> Non
     bytes_of = {"activation_bytes": lambda unit: 10 + unit, "quantized_bytes": lambda spec: 2 * spec.numel}
     interface = cast(Any, SimpleNamespace(**bytes_of))
     held, slices = SimpleNamespace(units=(0, 1, 2)), {(0, 0): SimpleNamespace(layout=LAYOUT)}
-    arena = cast(Any, SimpleNamespace(held=held, slices=slices))
+    arena = cast(Any, SimpleNamespace(held=held, slices=slices, state_stop=70))
     owned = sum(block.numel for block in LAYOUT.blocks[:2])
     copies = 2 * sum(slot.spec.numel for slot in LAYOUT.slots)
-    needed = bytes_needed(topology, interface, {(0, 0): LAYOUT}, KEYS[:2], arena)
-    assert needed == 16 * owned + 2 * 3 * (10 + 11) + copies
+    for exact in (False, True):
+        needed = bytes_needed(topology, interface, {(0, 0): LAYOUT}, KEYS[:2], arena, exact)
+        assert needed == 16 * owned + 2 * 3 * (10 + 11) + copies + 8 * 70 * exact
 
 
 # -- faults of this path that the devices show ------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +49,13 @@ def test_on_a_cpu_all_memory_is_the_hosts():
     rows = each(Training(100, 2, itemsize=4, mirrors=2, on_device=False, accelerator=False))
     assert all(device == 0 for device, _ in rows.values())
     assert rows["in all"][1] == 8 + 3 * 16 / 2 and rows["Megatron, distributed optimizer"][1] == 8 + 8 / 2
+
+
+def test_sums_of_exact_mode_lie_beside_the_gradients():
+    usual = Training(100, 2, itemsize=4, mirrors=1, on_device=True)
+    plain, exact = each(usual), each(replace(usual, exact=True))
+    assert exact["sums of exact mode"] == (8, 0) and "sums of exact mode" not in plain
+    assert exact["in all"] == (plain["in all"][0] + 8, plain["in all"][1])
 
 
 def test_the_printed_table_has_a_line_for_each_row():

@@ -33,7 +33,6 @@ __all__ = ["Recut", "all_cells_present", "better_assignment", "unmeasured_profil
 
 _OPERATIONS_PER_NS = 10
 """Assumed speed of a cell before costs are measured; ratios between units do not depend on it."""
-_GRADIENT_BYTES = 4
 _NO_WORK_SHARE = 20
 """Divisor: a unit without matrix products (an embedding) is assumed to cost a layer's time divided by this."""
 
@@ -114,12 +113,13 @@ def unmeasured_profile(
     state_bytes: int,
     used_ppm: Callable[[ParamSpec], int] = lambda spec: PPM,
     quantized_bytes: Callable[[ParamSpec], int] = lambda spec: 0,
+    gradient_bytes: int = 4,
 ) -> Profile:
     """Return costs from sizes: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
 
     ``activation_bytes(unit)``: bytes that a row's forward keeps; ``state_bytes``: bytes of all copies of a
     parameter's optimizer state together; ``used_ppm``: of a matrix, the positions that multiply it;
-    ``quantized_bytes``: of a parameter, those of its copies in 8 bits.
+    ``quantized_bytes``: of a parameter, those of its copies in 8 bits; ``gradient_bytes``: of its gradient.
     """
     units_of = range(launch_topology.compute_units)
     multiplied = [_multiplied(launch_topology, layouts, unit, used_ppm) for unit in units_of]
@@ -140,7 +140,7 @@ def unmeasured_profile(
                 forward_ns=forward,
                 backward_ns=2 * forward,
                 weight_grad_ns=forward,
-                param_bytes=elements * (itemsize + _GRADIENT_BYTES) + quantized,
+                param_bytes=elements * (itemsize + gradient_bytes) + quantized,
                 state_bytes=size * state_bytes,
                 activation_bytes=activation_bytes(unit),
                 boundary_bytes=boundary_bytes,
