@@ -315,8 +315,9 @@ def overhead(machine: Machine, settings: Settings) -> Figures:
 
 
 def exact(machine: Machine, settings: Settings) -> Figures:
-    """Exact mode: the losses after a kill are those without, to the bit."""
-    flags = (*MODEL, "--elastic-exact", "--deterministic-mode", "--train-iters", str(settings.steps))
+    """Exact mode with Megatron's own layers: the losses after a kill are those without, to the bit."""
+    mode = ("--elastic-exact", "--deterministic-mode", "--transformer-impl", "local")
+    flags = (*MODEL, *mode, "--train-iters", str(settings.steps))
     lose = (*faults(["kill:rank=1,step=2,point=mid_backward"]), "--no-elastic-respawn")
 
     def layout(ranks: int, pipeline: int) -> Figures:

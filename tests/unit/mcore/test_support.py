@@ -152,6 +152,13 @@ def test_exact_mode_on_a_device_needs_kernels_that_add_up_in_one_order(monkeypat
     check(args, config, "npu", [])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     check(args, config, "cuda", [])
+    args.transformer_impl = "transformer_engine"
+    monkeypatch.setattr(support, "find_spec", lambda name: name)
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    with pytest.raises(BadInput, match=r"attention adds up in one order with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone"):
+        check(args, config, "cuda", [])
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    check(args, config, "cuda", [])
 
 
 def test_device_memory_for_state_needs_a_device() -> None:

@@ -16,6 +16,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
@@ -310,13 +311,23 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
             "--elastic-exact needs --deterministic-mode on a device, whose kernels add up in any order without it: "
             "add it (with CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring in the environment)"
         )
-    if platform == "cuda" and args.deterministic_mode and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        yield "--elastic-exact: cuBLAS adds up in one order with CUBLAS_WORKSPACE_CONFIG=:4096:8 alone: export it"
+    if platform == "cuda" and args.deterministic_mode:
+        yield from _unordered_libraries(args)
     if not policy_named(config.policy).keeps_batch:
         yield (
             f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
             "take torchft-batch, or another policy"
         )
+
+
+def _unordered_libraries(args: Namespace) -> Iterator[str]:
+    """Yield the libraries of an NVIDIA GPU that the environment leaves free to add up in any order."""
+    needed: dict[str, tuple[str, tuple[str, ...]]] = {"cuBLAS": ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))}
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is not None:
+        needed["Transformer Engine's attention"] = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",))
+    for library, (name, values) in needed.items():
+        if os.environ.get(name) not in values:
+            yield f"--elastic-exact: {library} adds up in one order with {name}={values[0]} alone: export it"
 
 
 def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
