@@ -59,7 +59,7 @@ def training_of(config: ElasticConfig, topology: LaunchTopology, arena: Arena, o
         parameters=arena.state_stop,
         ranks=topology.grid.data_parallel_size,
         itemsize=arena.dtype.itemsize,
-        mirrors=config.mirrors,
+        mirrors=min(config.mirrors, topology.slots + config.spares - 1),
         on_device=owners.on_device,
         snapshot=config.snapshot if owners.same_bits else "state",
         accelerator=arena.device.type != "cpu",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from megatron.elastic.runtime.owner_memory import lines
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.generation.hardware import OwnerMemory
+from megatron.elastic.runtime.owner_memory import lines, training_of
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.memory import Training, memory_rows
 from megatron.elastic.state.pool import StatePool
@@ -49,6 +53,15 @@ def test_on_a_cpu_all_memory_is_the_hosts():
     rows = each(Training(100, 2, itemsize=4, mirrors=2, on_device=False, accelerator=False))
     assert all(device == 0 for device, _ in rows.values())
     assert rows["in all"][1] == 8 + 3 * 16 / 2 and rows["Megatron, distributed optimizer"][1] == 8 + 8 / 2
+
+
+@pytest.mark.parametrize(("slots", "spares", "mirrors"), [(1, 0, 0), (2, 0, 1), (1, 2, 2), (8, 0, 2)])
+def test_a_rank_keeps_copies_of_as_many_others_as_there_are(slots, spares, mirrors):
+    grid = SimpleNamespace(data_parallel_size=1)
+    topology = cast(Any, SimpleNamespace(grid=grid, slots=slots))
+    arena = cast(Any, SimpleNamespace(state_stop=10, dtype=torch.float32, device=torch.device("cpu")))
+    config = ElasticConfig(mirrors=2, spares=spares)
+    assert training_of(config, topology, arena, OwnerMemory()).mirrors == mirrors
 
 
 def test_sums_of_exact_mode_lie_beside_the_gradients():
