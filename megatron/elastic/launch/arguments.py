@@ -140,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="Modules, comma-separated, that the parent of all workers imports once, so that workers start faster. "
         "'auto': those of torch, numpy and megatron that the script imports. 'none': use it if their import fails.",
     )
-    with suppress(argparse.ArgumentError):  # torch has it from 2.13 on
+    with suppress(argparse.ArgumentError):  # torch has it from 2.12 on
         own.add_argument(
             "--shutdown-timeout",
             type=int,

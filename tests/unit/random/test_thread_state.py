@@ -18,7 +18,7 @@ class Held:
 
 
 class Taking:
-    """torch's functions as they are up to 2.12: the state takes over a reference of its caller."""
+    """torch's function as it is in 2.11: the state takes over a reference of its caller."""
 
     def __init__(self) -> None:
         self._real = torch._C._stash_obj_in_tls

@@ -1,7 +1,7 @@
 """Objects in torch's thread-local state: unlike a ``ContextVar``, autograd passes it on to the threads of its devices.
 
-Invariant: the state has a reference of its own to what it holds, with every release of torch. Up to 2.12 torch takes
-over its caller's (``_stash_obj_in_tls`` counts none), and the object would be freed while it is in use.
+Invariant: the state has a reference of its own to what it holds, with every release of torch. Torch 2.11 takes over
+its caller's (``_stash_obj_in_tls`` counts none), and the object would be freed while it is in use.
 """
 
 from __future__ import annotations
