@@ -24,7 +24,7 @@ from typing import TypeVar
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._jobs import PRETRAIN, QUIET, ROOT, command, environment
 
-__all__ = ["DRAINED", "Machine", "Ran", "on_platform"]
+__all__ = ["DRAINED", "Cores", "Machine", "Ran", "on_platform"]
 
 DRAINED = 3
 """Exit code of a job that was told to end."""

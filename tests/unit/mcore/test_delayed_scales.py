@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import sys
 from argparse import Namespace
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +32,10 @@ def function(module: ast.Module, kind: str, name: str) -> ast.FunctionDef:
     return found
 
 
-def test_a_layer_that_is_not_registered_gets_no_new_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_not_registered_gets_no_new_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The patched method alone fills the buffers, and the update loops over one of them."""
-    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    (tmp_path / "transformer_engine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     [(symbol, _, make)] = delayed_scales.rows(Namespace(fp8="hybrid", fp8_recipe="delayed"))
     package, _, rest = symbol.partition(".pytorch.fp8.")
     kind, _, name = rest.partition(".")

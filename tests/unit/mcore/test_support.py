@@ -14,6 +14,7 @@ from megatron.elastic.mcore.args import flag_table, support
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.combinations import pickled_scales, precision_faults, prediction_faults
 from megatron.elastic.mcore.args.plans import PLANS
+from megatron.elastic.mcore.args.substitutions import Installed
 from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,7 +154,8 @@ def test_exact_mode_on_a_device_needs_kernels_that_add_up_in_one_order(monkeypat
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     check(args, config, "cuda", [])
     args.transformer_impl = "transformer_engine"
-    monkeypatch.setattr(support, "find_spec", lambda name: name)
+    engine = Installed("cuda", frozenset({"transformer_engine"}))
+    monkeypatch.setattr(Installed, "detect", classmethod(lambda cls, platform: engine))
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with pytest.raises(BadInput, match=r"attention adds up in one order with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 alone"):
         check(args, config, "cuda", [])

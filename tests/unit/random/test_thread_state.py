@@ -64,4 +64,4 @@ def test_a_replaced_object_is_freed(state):
 
 
 def test_nothing_is_none(state):
-    assert state.get("a name that nobody has put") is None
+    assert state.get("unknown") is None

@@ -1,7 +1,7 @@
 """A vendor operation on a stream beside the one that computes: the wait orders the two on the device.
 
 The host never blocks in it. What is enqueued on one such stream runs in that order, so all ranks must enqueue in one
-order of all their groups (``plan/schedule/finishing.py``). Several GPUs have not run it.
+order of all their groups (``plan/schedule/finishing.py``). It has not run on several GPUs.
 """
 
 from __future__ import annotations

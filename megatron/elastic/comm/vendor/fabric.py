@@ -21,8 +21,8 @@ Invariant: a communicator is used by one thread at a time (:attr:`Held.calling`)
 unless the queue of the device is full; then it waits for the device, and only an abort can end that
 (:data:`CALL_SECONDS`).
 
-It is tested with real processes over a
-stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``); several GPUs have not run it.
+It is tested with real processes over a stand-in of NCCL's C API that moves real bytes
+(``tests/standin/moving_nccl.c``); it has not run on several GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of gradients in 64-bit fixed point, in host memory or on a device, with the same bits in both.
 
-A contribution is multiplied by a power of two, rounded to the nearest integer (ties to even) and added. The sum of at
-most ``limit``-sized integers is exact in any order. It becomes fp32 by way of fp64, rounded twice.
+A contribution is multiplied by a power of two, rounded to the nearest integer (ties to even) and added. Sums of
+integers are exact in any order. They become fp32 by way of fp64, rounded twice.
 
 Invariant: what :meth:`FixedPoint.flags` tells covers all contributions since :meth:`FixedPoint.begin`; integers of
 contributions that are flagged mean nothing.

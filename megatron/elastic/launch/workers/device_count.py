@@ -1,7 +1,7 @@
 """The number of CUDA devices, for imports in a process that is to be forked.
 
 Megatron's imports ask torch whether there is a GPU. To answer, torch loads NVML, which starts a thread and opens the
-devices (seen with driver 580 on an H200); a process that has done so cannot be forked into workers. So a child of it
+devices (seen on an H200); a process that has done so cannot be forked into workers. So a child of it
 counts, and torch is told the number for the time of the imports. A worker counts for itself, with its own
 ``CUDA_VISIBLE_DEVICES``.
 """

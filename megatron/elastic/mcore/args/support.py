@@ -16,7 +16,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
@@ -323,7 +322,8 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
 def _unordered_libraries(args: Namespace) -> Iterator[str]:
     """Yield the libraries of an NVIDIA GPU that the environment leaves free to add up in any order."""
     needed: dict[str, tuple[str, tuple[str, ...]]] = {"cuBLAS": ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))}
-    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is not None:
+    engine = "transformer_engine"
+    if args.transformer_impl == engine and substitutions.Installed.detect("cuda").has(engine):
         needed["Transformer Engine's attention"] = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",))
     for library, (name, values) in needed.items():
         if os.environ.get(name) not in values:

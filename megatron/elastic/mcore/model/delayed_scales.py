@@ -14,7 +14,6 @@ Source: ``transformer_engine/pytorch/quantization.py`` and ``module/base.py`` (2
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +36,7 @@ _BUFFERS = ("scaling_fwd", "scaling_bwd")
 
 def rows(args: Any) -> tuple[Row, ...]:
     """Rows of the patch table; none for a run without such scales, or that is refused for want of the package."""
-    if not _follow(args) or not _installed():
+    if not _follow(args) or find_spec("transformer_engine") is None:
         return ()
     return (
         (
@@ -46,10 +45,6 @@ def rows(args: Any) -> tuple[Row, ...]:
             lambda original: lambda *args, **kwargs: None,
         ),
     )
-
-
-def _installed() -> bool:
-    return "transformer_engine" in sys.modules or find_spec("transformer_engine") is not None
 
 
 def delayed_scaling(args: Any, modules: Iterable[torch.nn.Module]) -> DelayedScaling | None:
