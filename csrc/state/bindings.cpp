@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "fixed_point.hpp"
+#include "intake.hpp"
 #include "update.hpp"
 
 namespace py = pybind11;
@@ -60,6 +61,40 @@ double squares(std::uintptr_t values, std::size_t count) {
   return es::sum_of_squares(at<const float>(values), count);
 }
 
+void check_length(std::size_t count) {
+  if (count < es::kFewest) throw py::value_error("a short input has another hash");
+}
+
+// As the library's digest(): the high word first, each with its highest byte first.
+py::bytes digest(const es::Hash128& hash) {
+  char bytes[16];
+  for (int i = 0; i < 8; ++i) {
+    bytes[i] = static_cast<char>(hash.high >> (56 - 8 * i));
+    bytes[8 + i] = static_cast<char>(hash.low >> (56 - 8 * i));
+  }
+  return py::bytes(bytes, sizeof bytes);
+}
+
+py::tuple take_in(std::uintptr_t from, std::uintptr_t to, std::size_t count) {
+  check_length(count);
+  es::Intake intake{};
+  {
+    const py::gil_scoped_release without_gil;
+    intake = es::take_in(at<const float>(from), at<float>(to), count);
+  }
+  return py::make_tuple(digest(intake.hash), intake.squares);
+}
+
+py::bytes hash_of(std::uintptr_t values, std::size_t count) {
+  check_length(count);
+  es::Hash128 hash{};
+  {
+    const py::gil_scoped_release without_gil;
+    hash = es::hash_of(at<const float>(values), count);
+  }
+  return digest(hash);
+}
+
 unsigned fold(std::uintptr_t grad, std::uintptr_t sum, std::size_t count, double scale, double limit, bool first) {
   if (!(limit <= es::kLargestContribution)) throw py::value_error("limit must be at most 2^51");
   return es::fold(at<const float>(grad), at<std::int64_t>(sum), count, scale, limit, first);
@@ -72,7 +107,7 @@ void unfold(std::uintptr_t sum, std::uintptr_t out, std::size_t count, double sc
 }  // namespace
 
 PYBIND11_MODULE(_state, m) {
-  m.doc() = "Optimizer updates and norms with bits fixed by their inputs (see csrc/state/update.hpp)";
+  m.doc() = "Optimizer updates, norms and hashes with bits fixed by their inputs (see csrc/state/update.hpp)";
   const auto free_gil = py::call_guard<py::gil_scoped_release>();
   m.def("adam", &adam, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
         py::arg("model"), py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"),
@@ -85,6 +120,9 @@ PYBIND11_MODULE(_state, m) {
         py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
   m.def("round_to_bf16", &bf16, free_gil, py::arg("source"), py::arg("target"), py::arg("count"));
   m.def("sum_of_squares", &squares, free_gil, py::arg("values"), py::arg("count"));
+  m.attr("FEWEST_TAKEN_IN") = es::kFewest;
+  m.def("take_in", &take_in, py::arg("source"), py::arg("target"), py::arg("count"));
+  m.def("hash_of", &hash_of, py::arg("values"), py::arg("count"));
   m.def("fold", &fold, free_gil, py::arg("grad"), py::arg("sum"), py::arg("count"), py::arg("scale"), py::arg("limit"),
         py::arg("first"));
   m.def("unfold", &unfold, free_gil, py::arg("sum"), py::arg("out"), py::arg("count"), py::arg("scale"));

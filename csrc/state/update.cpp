@@ -4,6 +4,7 @@
 
 #include "clones.hpp"
 #include "float_mode.hpp"
+#include "squares.hpp"
 
 #if defined(__FAST_MATH__)
 #error "the state kernels need IEEE arithmetic: build without -ffast-math"
@@ -82,18 +83,9 @@ void to_bf16(const float* __restrict source, std::uint16_t* __restrict target, s
   for (std::size_t i = 0; i < count; ++i) target[i] = bf16_bits(source[i]);
 }
 
-constexpr std::size_t kLanes = 16;
-
 ELASTIC_CLONES
-void add_squares(const float* __restrict values, std::size_t rows, double* __restrict lanes) {
-  double sum[kLanes] = {};
-  for (std::size_t row = 0; row < rows; ++row) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const double x = values[row * kLanes + lane];
-      sum[lane] += x * x;
-    }
-  }
-  for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = sum[lane];
+void add_rows(const float* values, std::size_t rows, double* lanes) {
+  add_squares(values, rows, lanes);
 }
 
 }  // namespace
@@ -125,17 +117,10 @@ void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count
 
 double sum_of_squares(const float* values, std::size_t count) {
   const DefaultFloatMode mode;
-  double lanes[kLanes];
-  const std::size_t rows = count / kLanes;
-  add_squares(values, rows, lanes);
-  for (std::size_t i = rows * kLanes; i < count; ++i) {
-    const double x = values[i];
-    lanes[i % kLanes] += x * x;
-  }
-  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
-    for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  double lanes[kLanes] = {};
+  add_rows(values, count / kLanes, lanes);
+  add_last_squares(values, count, lanes);
+  return sum_of_lanes(lanes);
 }
 
 }  // namespace elastic::state

@@ -59,10 +59,8 @@ void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* 
 // Round to nearest even, NaN to the quiet NaN torch uses.
 void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count);
 
-// Sum of squares in fp64 in a fixed order: element i goes to lane i % 16, each lane
-// adds sequentially, lanes are combined by a fixed binary tree. Squares of finite
-// fp32 values cannot overflow fp64, so the result is finite exactly when all
-// elements are.
+// Sum of squares in fp64 in the order of squares.hpp. Squares of finite fp32 values cannot overflow fp64, so the result
+// is finite exactly when all elements are.
 double sum_of_squares(const float* values, std::size_t count);
 
 }  // namespace elastic::state

@@ -21,6 +21,7 @@ from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction import shipment
 from megatron.elastic.engine.transaction.phases import StepBody
+from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.state.pool import StatePool
 from tools.bench._clocks import Clocks
 
@@ -36,6 +37,8 @@ def _whose(pool: StatePool, copy: Any, *_: Any) -> str:
 OWNED: set[tuple[int, int, int]] = set()
 
 CLOCKED: tuple[tuple[object, str, str | Callable[..., str]], ...] = (
+    (Shipment, "__init__", "ship"),
+    (Shipment, "post", "ship"),
     (StepBody, "ship", "ship"),
     (StepBody, "reduce", "reduce"),
     (StepBody, "gather", "gather"),
@@ -72,7 +75,7 @@ def main() -> None:
         result = clocks.timed("rest", step)(self, *args, **kwargs)
         steps.append(time.monotonic() - wall)
         processes.append(time.process_time() - process)
-        held[:] = [self.tools.pool.bytes_held(), self.tools.arena.parameters.numel()]
+        held[:] = [self.tools.pool.bytes_held() + self.tools.messages.bytes_free, self.tools.arena.parameters.numel()]
         return result
 
     Engine.step = counted  # type: ignore[method-assign]

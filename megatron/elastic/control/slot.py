@@ -82,6 +82,8 @@ class Slot:
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
         self._lasted: dict[str, int] = {}
         self._present = ("", 0)
+        self._tails: dict[int, struct.Struct] = {}
+        """What follows the head, by the number of ranks that are waited for."""
 
     @classmethod
     def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:
@@ -100,14 +102,14 @@ class Slot:
         now, (before, since) = time.monotonic_ns(), self._present
         self._lasted[before], self._present = now - since, (activity.phase, now)
         usual = self._lasted.get(activity.phase, 0)
-        phase = activity.phase.encode()[:_PHASE_BYTES]
-        waiting = activity.waiting_for[:_MAX_WAITING]
+        phase, waiting = activity.phase.encode()[:_PHASE_BYTES], activity.waiting_for[:_MAX_WAITING]
+        tail = self._tails.get(len(waiting))
+        if tail is None:
+            tail = self._tails[len(waiting)] = struct.Struct(f"<HH{_PHASE_BYTES}s{len(waiting)}I")
         self._sequence += 1
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
         _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, now, usual)
-        _COUNTS.pack_into(self._map, _AT_COUNTS, len(phase), len(waiting))
-        self._map[_AT_PHASE : _AT_PHASE + len(phase)] = phase
-        struct.pack_into(f"<{len(waiting)}I", self._map, _AT_WAITING, *waiting)
+        tail.pack_into(self._map, _AT_COUNTS, len(phase), len(waiting), phase, *waiting)
         self._sequence += 1
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
 

@@ -14,19 +14,24 @@ not on how the range was split or aligned. NaN payloads may differ.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from megatron.elastic import _state
 from megatron.elastic.state.lion import Lion
+from megatron.elastic.state.record import MomentType
 
 __all__ = [
     "AdamScalars",
     "LionScalars",
     "SgdScalars",
     "adam_step",
+    "adam_step_runs",
     "adam_step_tensors",
+    "address_of",
     "lion_step",
     "lion_step_tensors",
     "round_to_bf16",
@@ -55,6 +60,14 @@ class AdamScalars:
     bias_correction1: float
     bias_correction2: float
     decoupled: bool = True
+    moments: tuple[MomentType, MomentType] = ("fp32", "fp32")
+    """Types of the values that exp_avg and exp_avg_sq keep after the step."""
+
+    @cached_property
+    def native(self) -> tuple[float, float, float, float, float, float, float, float, bool]:
+        """The last arguments of the native kernel."""
+        rates = self.grad_multiplier, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay
+        return *rates, self.bias_correction1, self.bias_correction2, self.decoupled
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,9 @@ class SgdScalars:
     weight_decay: float
 
 
-def _address(tensor: torch.Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
-    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.numel() != count:
+def address_of(tensor: torch.Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the address of a contiguous host tensor of ``count`` elements. Raises ``ValueError`` for another one."""
+    if not tensor.is_cpu or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.numel() != count:
         raise ValueError(
             f"expected a contiguous host tensor of {count} {dtype}, got {tensor.numel()} {tensor.dtype} "
             f"on {tensor.device}, strides {tensor.stride()}"
@@ -99,25 +113,25 @@ def adam_step(
     ``model`` (bf16, optional) receives the rounded new master. Raises ``ValueError``
     for tensors of another kind.
     """
-    n, s = master.numel(), scalars
-    target = 0 if model is None else _address(model, n, torch.bfloat16)
-    _state.adam(
-        _address(master, n),
-        _address(exp_avg, n),
-        _address(exp_avg_sq, n),
-        _address(grad, n),
-        target,
-        n,
-        s.grad_multiplier,
-        s.lr,
-        s.beta1,
-        s.beta2,
-        s.eps,
-        s.weight_decay,
-        s.bias_correction1,
-        s.bias_correction2,
-        s.decoupled,
-    )
+    n = master.numel()
+    target = 0 if model is None else address_of(model, n, torch.bfloat16)
+    at, first, second, gradient = (address_of(row, n) for row in (master, exp_avg, exp_avg_sq, grad))
+    _state.adam(at, first, second, gradient, target, n, *scalars.native)
+
+
+def adam_step_runs(state: torch.Tensor, grad: torch.Tensor, runs: Iterable[tuple[int, int, AdamScalars]]) -> None:
+    """Update the elements ``[start, stop)`` of each of ``runs`` in ``state`` (fp32 [3, n], as in a block).
+
+    ``grad``: fp32 [n]. As :func:`adam_step` for each run, without a view of each tensor. Raises ``ValueError`` for
+    tensors of another kind or a run outside them.
+    """
+    n = grad.numel()
+    master, gradient, row = address_of(state, 3 * n), address_of(grad, n), n * grad.element_size()
+    for start, stop, scalars in runs:
+        if not 0 <= start <= stop <= n:
+            raise ValueError(f"elements {start} to {stop} of {n}")
+        at, skipped = master + start * grad.element_size(), start * grad.element_size()
+        _state.adam(at, at + row, at + 2 * row, gradient + skipped, 0, stop - start, *scalars.native)
 
 
 def lion_step(
@@ -129,11 +143,11 @@ def lion_step(
 ) -> None:
     """Update ``master`` and the momentum ``exp_avg`` in place (fp32 host tensors, same length)."""
     n, s = master.numel(), scalars
-    target = 0 if model is None else _address(model, n, torch.bfloat16)
+    target = 0 if model is None else address_of(model, n, torch.bfloat16)
     _state.lion(
-        _address(master, n),
-        _address(exp_avg, n),
-        _address(grad, n),
+        address_of(master, n),
+        address_of(exp_avg, n),
+        address_of(grad, n),
         target,
         n,
         s.grad_multiplier,
@@ -153,11 +167,11 @@ def sgd_step(
 ) -> None:
     """Update ``master`` and the momentum ``buffer`` in place (fp32 host tensors, same length)."""
     n, s = master.numel(), scalars
-    target = 0 if model is None else _address(model, n, torch.bfloat16)
+    target = 0 if model is None else address_of(model, n, torch.bfloat16)
     _state.sgd(
-        _address(master, n),
-        _address(buffer, n),
-        _address(grad, n),
+        address_of(master, n),
+        address_of(buffer, n),
+        address_of(grad, n),
         target,
         n,
         s.grad_multiplier,
@@ -214,7 +228,7 @@ def single(value: float) -> float:
 def round_to_bf16(source: torch.Tensor, target: torch.Tensor) -> None:
     """Write fp32 ``source`` into bf16 ``target``, to nearest even (the kernel's own rounding)."""
     n = source.numel()
-    _state.round_to_bf16(_address(source, n), _address(target, n, torch.bfloat16), n)
+    _state.round_to_bf16(address_of(source, n), address_of(target, n, torch.bfloat16), n)
 
 
 def sum_of_squares(values: torch.Tensor) -> float:
@@ -222,4 +236,4 @@ def sum_of_squares(values: torch.Tensor) -> float:
 
     The sum is finite exactly if every element is.
     """
-    return float(_state.sum_of_squares(_address(values, values.numel()), values.numel()))
+    return float(_state.sum_of_squares(address_of(values, values.numel()), values.numel()))

@@ -21,28 +21,34 @@ import xxhash
 
 from megatron.elastic.state.layout import BlockKey
 
-__all__ = ["content_hash", "next_lineage", "tensor_hash", "text_hash"]
+__all__ = ["content_hash", "history_mark", "named_hash", "next_lineage", "tensor_digest", "text_hash"]
+
+_NAME = struct.Struct("<3q")
 
 
-def _bits(values: torch.Tensor) -> memoryview:
-    return values.detach().reshape(-1).view(torch.uint8).numpy().data
+def tensor_digest(values: torch.Tensor) -> bytes:
+    """Return the hash of the bits of a contiguous host tensor of any type, 16 bytes."""
+    return xxhash.xxh3_128_digest(values.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def tensor_hash(values: torch.Tensor) -> str:
-    """Return the hash of the bits of a contiguous host tensor of any type."""
-    return xxhash.xxh3_128_hexdigest(_bits(values))
+def named_hash(key: BlockKey, digest: bytes) -> str:
+    """Return the hash of a block's name and of the digest of its contents."""
+    return xxhash.xxh3_128_hexdigest(_NAME.pack(*key) + digest)
 
 
 def content_hash(key: BlockKey, values: torch.Tensor) -> str:
     """Return the hash of a block's tensor (state [3, numel], master or gradient [numel]) and of the block's name."""
-    state = xxhash.xxh3_128(struct.pack("<3q", *key))
-    state.update(_bits(values))
-    return state.hexdigest()
+    return named_hash(key, tensor_digest(values))
 
 
 def text_hash(text: str) -> str:
     """Return the hash of a text."""
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def history_mark(lineage: str, gradient: str) -> bytes:
+    """Return 8 bytes that two copies have in common if their lineages and the hashes of their gradients are equal."""
+    return xxhash.xxh3_64_digest(f"{lineage}|{gradient}")
 
 
 def next_lineage(lineage: str, gradient: str, record: str) -> str:

@@ -111,12 +111,12 @@ class StateBlock:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def key(self) -> BlockKey:
         """Name of the block, unique in the job."""
         return (self.unit, self.shard, self.index)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements, including padding."""
         return self.stop - self.start

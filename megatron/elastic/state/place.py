@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -25,12 +25,14 @@ from megatron.elastic.state.adam import (
     LionScalars,
     SgdScalars,
     adam_step,
+    adam_step_runs,
     lion_step,
     round_to_bf16,
     sgd_step,
 )
-from megatron.elastic.state.layout import Matrix
+from megatron.elastic.state.layout import Matrix, Run
 from megatron.elastic.state.muon_step import MuonScalars, muon_step
+from megatron.elastic.state.step_scalars import Scalars
 
 __all__ = ["HOST", "BlockStore", "HostPlace", "Place", "Staged", "StagedTensor", "read_together"]
 
@@ -82,6 +84,26 @@ class Place(ABC):
         """Return ``values``, which lie here, in host memory: the same tensor if this is the host's."""
         return self.stage(values).wait()
 
+    def update(
+        self, state: torch.Tensor, gradient: torch.Tensor, start: int, steps: Sequence[tuple[Run, Scalars]]
+    ) -> None:
+        """Step runs of one block in place. ``state``: fp32 [3, n], ``gradient``: [n], from element ``start`` on."""
+        numbers = (*state.unbind(), gradient)
+        for run, scalars in steps:
+            master, first, second, grad = (row[run.start - start : run.stop - start] for row in numbers)
+            if isinstance(scalars, AdamScalars):
+                self.adam(master, first, second, grad, scalars)
+                for moment, kind in zip((first, second), scalars.moments, strict=True):
+                    if kind == "bf16":
+                        self.keep_in_bf16(moment)
+            elif isinstance(scalars, LionScalars):
+                self.lion(master, first, grad, scalars)
+            elif isinstance(scalars, SgdScalars):
+                self.sgd(master, first, grad, scalars)
+            else:
+                assert run.matrix is not None, "only matrices are stepped by Muon"
+                self.muon(master, first, grad, run.matrix, scalars)
+
     @abstractmethod
     def adam(
         self,
@@ -118,6 +140,10 @@ class Place(ABC):
         values.copy_(rounded)
 
 
+def _is_plain_adam(scalars: Scalars) -> TypeGuard[AdamScalars]:
+    return isinstance(scalars, AdamScalars) and "bf16" not in scalars.moments
+
+
 class HostPlace(Place):
     """Host memory. Mirrors lie here on every platform."""
 
@@ -127,10 +153,19 @@ class HostPlace(Place):
         return torch.empty(shape, dtype=torch.float32)
 
     def bring(self, values: torch.Tensor) -> torch.Tensor:
-        return values if values.device.type == "cpu" else values.cpu()
+        return values if values.is_cpu else values.cpu()
 
     def stage(self, values: torch.Tensor) -> Staged:
         return StagedTensor(values)
+
+    def update(
+        self, state: torch.Tensor, gradient: torch.Tensor, start: int, steps: Sequence[tuple[Run, Scalars]]
+    ) -> None:
+        runs = [(run.start - start, run.stop - start, s) for run, s in steps if _is_plain_adam(s)]
+        if len(runs) == len(steps):
+            adam_step_runs(state, gradient, runs)
+        else:
+            super().update(state, gradient, start, steps)
 
     def adam(
         self,

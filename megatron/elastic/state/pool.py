@@ -26,18 +26,15 @@ from typing import Literal
 
 import torch
 
-from megatron.elastic.state.adam import AdamScalars, LionScalars, SgdScalars, sum_of_squares
-from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Part
+from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Lent, Part
 from megatron.elastic.state.hashing import content_hash, next_lineage
-from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
-from megatron.elastic.state.lion import Lion
-from megatron.elastic.state.muon import Muon
-from megatron.elastic.state.muon_step import MuonScalars
+from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.notes import Notes
-from megatron.elastic.state.place import HOST, BlockStore, Place, Staged, StagedTensor, read_together
+from megatron.elastic.state.place import HOST, BlockStore, Place, StagedTensor, read_together
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
+from megatron.elastic.state.step_scalars import StepScalars
 
 __all__ = ["StateError", "StatePool"]
 
@@ -50,6 +47,10 @@ class StateError(RuntimeError):
 
 Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
 Watcher = Callable[[BlockCopy, GradientKey], None]
+
+
+def _no_room(key: BlockKey) -> Lent | None:
+    return None
 
 
 class StatePool:
@@ -177,40 +178,47 @@ class StatePool:
 
     # --- gradients ----------------------------------------------------------------------------
 
-    def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor, given: bool = False) -> None:
+    def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor, lent: Lent | None = None) -> None:
         """Keep the reduced gradient (fp32 [numel]) of one block until it is applied.
 
-        It is cloned. With ``given`` it lies in host memory that the caller does not use any more, and is kept there.
+        It is cloned, into the memory ``lent`` if there is any; ``values`` may be there already.
         It replaces a gradient of an older attempt at the same step. Raises :class:`StateError`
         for an older attempt or step, and if both slots are taken.
         """
         copy = self._slot_for(key, gradient)
         if copy.place.on_device:
             on_host = values.to("cpu", copy=True)
-            self._keep(copy, gradient, copy.place.bring(on_host), StagedTensor(on_host))
-        elif given:
-            self._keep(copy, gradient, values)
+            copy.staged[gradient], copy.gradients[gradient] = StagedTensor(on_host), copy.place.bring(on_host)
+            if lent is not None:
+                lent.give_back()
         else:
-            buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
-            self._keep(copy, gradient, buffer.copy_(values))
+            copy.keep(gradient, values, lent)
+        self._retained(copy, gradient)
 
-    def retain_all(self, gradient: GradientKey, values: Mapping[BlockKey, torch.Tensor]) -> None:
-        """Keep the reduced gradients of several blocks, as :meth:`retain` does.
+    def retain_all(
+        self,
+        gradient: GradientKey,
+        values: Mapping[BlockKey, torch.Tensor],
+        room: Callable[[BlockKey], Lent | None] = _no_room,
+    ) -> None:
+        """Keep the reduced gradients of several blocks, as :meth:`retain` does, where there is ``room`` for them.
 
         Those of a device go to the owners' place in one piece. Where that is the device, they are kept there, and
         begin to leave for host memory in one piece.
         """
         if not values:
             return
-        if all(part.device.type == "cpu" for part in values.values()) and not self.owners.on_device:
+        if not self.owners.on_device and all(part.is_cpu for part in values.values()):
             for key, part in values.items():
-                self.retain(key, gradient, part)
+                self.retain(key, gradient, part, room(key))
             return
         whole = self.owners.bring(torch.cat(list(values.values())))
         staged, start = self.owners.stage(whole), 0
         for key, part in values.items():
             stop = start + part.numel()
-            self._keep(self._slot_for(key, gradient), gradient, whole[start:stop], Part(staged, start, stop))
+            copy = self._slot_for(key, gradient)
+            copy.staged[gradient], copy.gradients[gradient] = Part(staged, start, stop), whole[start:stop]
+            self._retained(copy, gradient)
             start = stop
 
     def _slot_for(self, key: BlockKey, gradient: GradientKey) -> BlockCopy:
@@ -218,19 +226,21 @@ class StatePool:
         copy = self.get(key)
         if copy.version == TORN or gradient.step < copy.version:
             raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} for block {key} at version {copy.version}")
+        if copy.gradients:
+            self._make_room(copy, gradient)
+        return copy
+
+    def _make_room(self, copy: BlockCopy, gradient: GradientKey) -> None:
         for held in [k for k in copy.gradients if k.step == gradient.step]:
             if held > gradient:
-                raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} of block {key} is void, holds {held}")
+                name = f"gradient {tuple(gradient)} of block {copy.block.key}"
+                raise StateError(f"rank {self.rank}: {name} is void, holds {held}")
             copy.release(held)
         if len(copy.gradients) >= SLOTS:
             slots = [tuple(k) for k in sorted(copy.gradients)]
-            raise StateError(f"rank {self.rank}: both gradient slots of block {key} are taken: {slots}")
-        return copy
+            raise StateError(f"rank {self.rank}: both gradient slots of block {copy.block.key} are taken: {slots}")
 
-    def _keep(self, copy: BlockCopy, gradient: GradientKey, values: torch.Tensor, staged: Staged | None = None) -> None:
-        if staged is not None:
-            copy.staged[gradient] = staged
-        copy.gradients[gradient] = values
+    def _retained(self, copy: BlockCopy, gradient: GradientKey) -> None:
         self.notes.retained(len(copy.gradients))
         for watcher in self._watchers:
             watcher(copy, gradient)
@@ -243,7 +253,7 @@ class StatePool:
         copy = self.get(key)
         if gradient not in copy.gradients:
             raise StateError(f"rank {self.rank}: block {key} has no gradient {tuple(gradient)}")
-        return sum_of_squares(copy.host_gradient(gradient))
+        return copy.gradient_squares(gradient)
 
     def found_nonfinite(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
         """Return whether any of the blocks' retained gradients has an infinity or NaN."""
@@ -261,24 +271,18 @@ class StatePool:
         """Begin with the record of the state just loaded or initialised."""
         self.records = {record.version: record}
 
-    def apply(
-        self,
-        record: StepRecord,
-        keys: Collection[BlockKey] | None = None,
-        model: Mapping[BlockKey, torch.Tensor] | None = None,
-    ) -> tuple[BlockKey, ...]:
+    def apply(self, record: StepRecord, keys: Collection[BlockKey] | None = None) -> tuple[BlockKey, ...]:
         """Bring copies (all, or ``keys``) to ``record.version``; returns the updated ones, ascending.
 
-        ``model``: bf16 tensors [numel] that receive the new masters. Idempotent. Raises
-        :class:`StateError` if a copy is neither at the version nor one step before it with the
-        gradient that the record names; copies earlier in the order are then already updated.
+        Idempotent. Raises :class:`StateError` if a copy is neither at the version nor one step before it
+        with the gradient that the record names; copies earlier in the order are then already updated.
         """
         self.remember(record)
-        moved, last = [], None
+        by, moved, last = StepScalars(record, self.hyper), [], None
         for key in sorted(self._copies if keys is None else keys):
             copy = self.get(key)
             if copy.version < record.version:
-                gradient = self._step(copy, record, None if model is None else model.get(key))
+                gradient = self._step(copy, by)
                 if gradient is not None and gradient is not last:  # one key for all, as a rule
                     self.notes.applied(record.version, gradient)
                     last = gradient
@@ -287,7 +291,7 @@ class StatePool:
 
     def replay(self, copy: BlockCopy, record: StepRecord) -> None:
         """Update a copy outside the pool (one being added) by ``record``, with a gradient that it retains."""
-        self._step(copy, record, None)
+        self._step(copy, StepScalars(record, self.hyper))
 
     def adopt(self, key: BlockKey, state: torch.Tensor, record: StepRecord, lineage: str) -> None:
         """Take the owner's updated block (fp32 [3, numel], cloned) instead of replaying; ``state`` mode only."""
@@ -337,75 +341,33 @@ class StatePool:
         """Return the key of the retained gradient that brings ``copy`` to ``record``; None if there is none."""
         return record.gradient if record.gradient in copy.gradients else None
 
-    def _step(self, copy: BlockCopy, record: StepRecord, model: torch.Tensor | None) -> GradientKey | None:
-        """Bring ``copy`` to ``record``; return the key of the gradient that it was updated by, if any."""
-        name = f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
+    def _step(self, copy: BlockCopy, by: StepScalars) -> GradientKey | None:
+        """Bring ``copy`` to the record of ``by``; return the key of the gradient that it was updated by, if any."""
+        record = by.record
         if copy.version != record.version - 1:
-            raise StateError(f"{name} cannot reach version {record.version}")
+            raise StateError(f"{self._named(copy)} cannot reach version {record.version}")
         gradient = None if record.skipped else self._leading_to(copy, record)
         if gradient is None and not record.skipped:
-            raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
+            raise StateError(f"{self._named(copy)} lacks gradient {record.gradient and tuple(record.gradient)}")
         with self._guarded(copy, record):
             self._keep_previous(copy)
             content = "" if gradient is None else copy.gradient_hash(gradient)
             copy.lineage = next_lineage(copy.lineage, content, record.digest)
             if gradient is not None:
                 copy.version = TORN
-                numbers = (*copy.state.unbind(), self._brought(copy, gradient))
-                for run in copy.runs:
-                    self._update(copy, run, numbers, record, model)
-            elif model is not None:
-                copy.place.round_to_bf16(copy.master, model)
+                steps = [(run, by.of(run)) for run in copy.runs]
+                copy.place.update(copy.state, self._brought(copy, gradient), copy.block.start, steps)
             copy.version = record.version
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)
         return gradient
 
+    def _named(self, copy: BlockCopy) -> str:
+        return f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
+
     def _brought(self, copy: BlockCopy, gradient: GradientKey) -> torch.Tensor:
         """Return a retained gradient in the place of its copy, which may have moved since it came."""
         return copy.place.bring(copy.gradients[gradient] if copy.place.on_device else copy.host_gradient(gradient))
-
-    def _update(
-        self,
-        copy: BlockCopy,
-        run: Run,
-        numbers: tuple[torch.Tensor, ...],
-        record: StepRecord,
-        model: torch.Tensor | None,
-    ) -> None:
-        """Update one run of ``copy``. ``numbers``: master, exp_avg, exp_avg_sq and gradient of the block."""
-        part = slice(run.start - copy.block.start, run.stop - copy.block.start)
-        rate, hyper, place = record.rates[run.group], self.hyper, copy.place
-        lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
-        master, exp_avg, exp_avg_sq, gradient = (each[part] for each in numbers)
-        if run.matrix is not None and isinstance(hyper.matrices, Lion):
-            lion = LionScalars(record.grad_multiplier, lr, decay, hyper.matrices)
-            place.lion(master, exp_avg, gradient, lion)
-        elif run.matrix is not None:
-            assert isinstance(hyper.matrices, Muon), "layouts know matrices where something steps them"
-            muon = MuonScalars(record.grad_multiplier, lr, decay, hyper.matrices)
-            place.muon(master, exp_avg, gradient, run.matrix, muon)
-        elif hyper.optimizer == "sgd":
-            sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)
-            place.sgd(master, exp_avg, gradient, sgd)
-        else:
-            adam = AdamScalars(
-                record.grad_multiplier,
-                lr,
-                hyper.beta1,
-                hyper.beta2,
-                hyper.eps,
-                decay,
-                record.bias_correction1,
-                record.bias_correction2,
-                hyper.decoupled_weight_decay,
-            )
-            place.adam(master, exp_avg, exp_avg_sq, gradient, adam)
-            for moment, kind in zip((exp_avg, exp_avg_sq), hyper.moments, strict=True):
-                if kind == "bf16":
-                    place.keep_in_bf16(moment)
-        if model is not None:
-            place.round_to_bf16(master, model[part])
 
     # --- reports and views --------------------------------------------------------------------
 

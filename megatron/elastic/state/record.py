@@ -26,14 +26,16 @@ and weight decay come from one rank, in the vote.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import xxhash
 
 from megatron.elastic.state.delayed_scaling import DelayedScaling
 from megatron.elastic.state.expert_bias import ExpertBalance
@@ -160,11 +162,11 @@ class Agreed:
     """Number of the request, tensor-, pipeline- and data-parallel size to go on with; empty: the present ones."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class StepRecord:
     """All global values of the state at ``version``, the number of committed steps.
 
-    Records are equal if their texts are, so a NaN norm equals itself.
+    Records are equal if their digests are, so a NaN norm equals itself.
 
     Fields up to ``gradient`` describe the update that led from ``version - 1`` to
     ``version``; the rest is carried forward.
@@ -217,6 +219,8 @@ class StepRecord:
     fp8_scales: str = ""
     """Scales of tensors in the next step (:class:`DelayedScaling`); empty where none follows past steps."""
 
+    _digest: str = field(default="", init=False, repr=False)
+
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
         """Return the record of an initial state."""
@@ -238,7 +242,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return JSON; floats keep all their bits (Python writes the shortest text that reads back equal)."""
-        return json.dumps(_shallow(self), sort_keys=True, separators=(",", ":"), default=_shallow)
+        return _ENCODER.encode(_shallow(self))
 
     def __eq__(self, other: object) -> bool:
         return other is self or (isinstance(other, StepRecord) and self.digest == other.digest)
@@ -246,10 +250,18 @@ class StepRecord:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Hash of the whole record, to compare between processes and for lineages (32 hex digits)."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        if not self._digest:
+            values = list(_values_of(self))
+            # In pieces: for a block of memory beyond 1 KiB, glibc's allocator first merges all small ones that the step
+            # has freed, which takes longer than all of this.
+            whole = xxhash.xxh3_128()
+            for start in range(0, len(values), _PIECE):
+                whole.update(_PACKER.encode(values[start : start + _PIECE]))
+            object.__setattr__(self, "_digest", whole.hexdigest())
+        return self._digest
 
     @classmethod
     def from_json(cls, text: str) -> StepRecord:
@@ -334,7 +346,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         raise ValueError(f"vote at version {previous.version} without learning rates")
     squares = vote.norm_sq.values() if isinstance(vote.norm_sq, Mapping) else vote.norm_sq
     unscale = multiplier_of(previous.loss_scale, vote.denominator)
-    norm = _norm(list(squares)) * unscale
+    norm = _one_nan(_norm(list(squares)) * unscale)
     coefficient = _clip_coefficient(norm, hyper.clip_grad)
     skipped = vote.left_out or (vote.found_nonfinite and hyper.scaler != "none")
     power1, power2 = previous.beta_power1, previous.beta_power2
@@ -352,7 +364,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         bias_correction2=1.0 - power2,
         denominator=vote.denominator,
         tokens=vote.tokens,
-        losses=dict(vote.losses),
+        losses={key: (_one_nan(total), _one_nan(count)) for key, (total, count) in vote.losses.items()},
         ledger_hash=vote.ledger_hash,
         plan_hash=vote.plan_hash,
         gradient=vote.gradient,
@@ -403,7 +415,19 @@ def _norm(squares: list[float]) -> float:
 
 def _shallow(part: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as they are: ``asdict`` copies each value within them, in every step."""
-    return {one.name: getattr(part, one.name) for one in fields(part)}
+    return {one.name: getattr(part, one.name) for one in fields(part) if one.init}
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_shallow)
+_PACKER = msgspec.msgpack.Encoder(order="sorted")
+_values_of = attrgetter(*(one.name for one in fields(StepRecord) if one.init))
+_PIECE = 10
+"""Fields of a record that are hashed together."""
+
+
+def _one_nan(value: float) -> float:
+    """Return ``value``; any NaN as the same one, since two kinds of processors may give it another sign."""
+    return value if value == value else math.nan
 
 
 def _clip_coefficient(norm: float, clip_grad: float) -> float:

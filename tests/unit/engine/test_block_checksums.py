@@ -49,9 +49,9 @@ class Pair:
 
     def found(self, interval: int) -> Disputes:
         owner, mirror = self.pools
-        sent = block_checksums(owner, KEYS, self.gradient, interval)
-        assert sent.dtype == torch.float32 and sent.shape == (CHECKSUM_SLOTS * len(KEYS),)
-        return disputes(mirror, KEYS, self.gradient, interval, sent.clone())
+        sent = block_checksums(owner, LAYOUT.blocks, self.gradient, interval)
+        assert len(sent) == 4 * CHECKSUM_SLOTS * len(LAYOUT.blocks)
+        return disputes(mirror, LAYOUT.blocks, self.gradient, interval, memoryview(sent))
 
 
 def test_equal_copies_have_no_disputes() -> None:
@@ -92,7 +92,7 @@ def test_a_block_with_another_history_is_told_apart_from_one_whose_memory_change
     if difference == "lineage":
         other.lineage = "of another history"
     else:
-        other.gradients[pair.gradient][0] += 1.0
+        pair.pools[0].retain(KEYS[1], pair.gradient, other.gradients[pair.gradient] + 1.0)
     other.state[0] += 1.0  # where the history differs, the contents are no finding of their own
     changed.state[0] += 1.0
     assert pair.found(1) == Disputes(marks=(KEYS[1],), contents=(KEYS[2],))
@@ -108,4 +108,4 @@ def test_disputes_of_several_owners_add_up() -> None:
 def test_a_message_without_blocks_has_no_checksums() -> None:
     pair = Pair()
     sent = block_checksums(pair.pools[0], [], pair.gradient, 1)
-    assert sent.numel() == 0 and disputes(pair.pools[1], [], pair.gradient, 1, sent) == Disputes()
+    assert sent == b"" and disputes(pair.pools[1], [], pair.gradient, 1, sent) == Disputes()

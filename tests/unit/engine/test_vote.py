@@ -32,7 +32,8 @@ def test_a_tally_survives_the_vector(owned: list[int], samples: int, loss: float
         report={"lm loss": (loss, 4.0)},
     )
     back = LAYOUT.unpack(LAYOUT.pack(tally))
-    assert {key: norm for key, norm in back.norms.items() if norm} == tally.norms
+    squares = dict(zip(BLOCKS, back.squares, strict=True))
+    assert {key: square for key, square in squares.items() if square} == tally.norms
     assert (back.tokens, back.overflows, back.zeros, back.plan, back.joins, back.drains, back.leaves) == (
         12.0,
         1,

@@ -115,21 +115,16 @@ def check_a_device_steps_with_the_hosts_bits() -> None:
             initial_loss_scale=2.0**16 if case % 3 == 0 else 1.0,
         )
         pools = [filled(place, hyper, case) for place in (HOST, on_device())]
-        models = [
-            {block.key: pool.owners.empty(block.numel).bfloat16() for block in LAYOUT.blocks} for pool, _ in pools
-        ]
         records = [record for _, record in pools]
         for step in range(4):
             key, overflow = GradientKey(step, 1), draw.random() < 0.25
             for number, (pool, _) in enumerate(pools):
                 reduced(pool, key, 100 * case + step)
                 records[number] = voted(pool, records[number], key, overflow)
-                pool.apply(records[number], model=models[number])
+                pool.apply(records[number])
             assert records[0] == records[1]
             assert bits(pools[0][0]) == bits(pools[1][0])
             assert lineages(pools[0][0]) == lineages(pools[1][0])
-        for block, there in models[1].items():
-            assert torch.equal(models[0][block], there.cpu())
     assert standin.unpinned_asynchronous_copies() == 0
 
 
@@ -176,7 +171,7 @@ def check_hashes_checksums_and_checkpoints_are_those_of_the_host() -> None:
     (host, record), (device, _) = filled(HOST, hyper), filled(on_device(), hyper)
     for pool in (host, device):
         reduced(pool, key, 9)
-    assert block_checksums(host, KEYS, key, 1).tolist() == block_checksums(device, KEYS, key, 1).tolist()
+    assert block_checksums(host, LAYOUT.blocks, key, 1) == block_checksums(device, LAYOUT.blocks, key, 1)
     assert fingerprints(host, KEYS, torch.bfloat16) == fingerprints(device, KEYS, torch.bfloat16)
     view, before = CheckpointView(device, KEYS, record), bits(device)
     for pool in (host, device):
@@ -186,7 +181,8 @@ def check_hashes_checksums_and_checkpoints_are_those_of_the_host() -> None:
     record = device.records[1]
     for pool in (host, device):
         reduced(pool, GradientKey(1, 1), 10)
-    found = disputes(host, KEYS, GradientKey(1, 1), 1, block_checksums(device, KEYS, GradientKey(1, 1), 1))
+    sent = block_checksums(device, LAYOUT.blocks, GradientKey(1, 1), 1)
+    found = disputes(host, LAYOUT.blocks, GradientKey(1, 1), 1, sent)
     assert found.contents == (KEYS[1],) and found.marks == ()
 
 

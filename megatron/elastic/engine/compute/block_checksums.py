@@ -17,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from megatron.elastic.state.hashing import content_hash, text_hash
-from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.hashing import content_hash, history_mark
+from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.verify import due
@@ -47,28 +45,27 @@ class Disputes:
         self.contents += other.contents
 
 
-def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int) -> torch.Tensor:
-    """Return fp32 ``[CHECKSUM_SLOTS · blocks]``, raw bits: checksums of this rank's copies, which keep ``gradient``."""
-    words = bytearray()
-    for key in keys:
-        copy = pool.get(key)
-        words += _short(text_hash(f"{copy.lineage}|{copy.gradient_hash(gradient)}"))
-        looked_at = due(key, copy.version, interval)
-        words += _short(content_hash(key, copy.store.on_host())) if looked_at else _NOT_DUE
-    return torch.frombuffer(words, dtype=torch.float32) if words else torch.empty(0)
+def block_checksums(pool: StatePool, blocks: Sequence[StateBlock], gradient: GradientKey, interval: int) -> bytes:
+    """Return the checksums of this rank's copies of ``blocks``, which keep ``gradient``, 16 bytes each."""
+    words = []
+    for block in blocks:
+        copy = pool.get(block.key)
+        words.append(history_mark(copy.lineage, copy.gradient_hash(gradient)))
+        looked_at = due(block.key, copy.version, interval)
+        words.append(_short(content_hash(block.key, copy.store.on_host())) if looked_at else _NOT_DUE)
+    return b"".join(words)
 
 
 def disputes(
-    pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int, received: torch.Tensor
+    pool: StatePool, blocks: Sequence[StateBlock], gradient: GradientKey, interval: int, received: bytes | memoryview
 ) -> Disputes:
     """Compare the owner's checksums (of :func:`block_checksums`) with those of this rank's copies."""
-    theirs = received.contiguous().view(torch.uint8).numpy().tobytes()
-    ours = block_checksums(pool, keys, gradient, interval).view(torch.uint8).numpy().tobytes()
-    if ours == theirs:
+    ours = block_checksums(pool, blocks, gradient, interval)
+    if ours == received:
         return Disputes()
-    at = {key: 16 * i for i, key in enumerate(keys)}
-    unlike = tuple(key for key, i in at.items() if ours[i : i + 8] != theirs[i : i + 8])
-    changed = tuple(key for key, i in at.items() if ours[i + 8 : i + 16] != theirs[i + 8 : i + 16])
+    at = {block.key: 16 * i for i, block in enumerate(blocks)}
+    unlike = tuple(key for key, i in at.items() if ours[i : i + 8] != received[i : i + 8])
+    changed = tuple(key for key, i in at.items() if ours[i + 8 : i + 16] != received[i + 8 : i + 16])
     return Disputes(unlike, tuple(key for key in changed if key not in unlike))
 
 

@@ -14,9 +14,11 @@ contributors are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -32,46 +34,41 @@ from megatron.elastic.state.record import Agreed, Rate
 __all__ = ["Tally", "VoteLayout", "agreed_by", "plan_digest", "wishes"]
 
 _LIMB_BITS = 21
-_LIMBS = DIGEST_BITS // _LIMB_BITS
+_LIMBS = 3
+assert _LIMBS * _LIMB_BITS >= DIGEST_BITS
+_MASK = (1 << _LIMB_BITS) - 1
+_Number = TypeVar("_Number", int, float)
+
+# The vector begins with the tokens, the ledger's weights and samples, these counters, and limbs of these digests.
+_COUNTERS = (
+    *("voters", "overflows", "zeros", "joins", "drains", "ready", "disputes", "suspects"),
+    *("saves", "written", "steady", "unannounced"),
+)
+_LEDGER_DIGESTS = ("numbers", "losses", "inputs", "gradients")
+_DIGESTS = ("plan", "leaves", "reshapes")
+_COUNTERS_AT = 3
+_DIGESTS_AT = _COUNTERS_AT + len(_COUNTERS)
+_BLOCKS_AT = _DIGESTS_AT + _LIMBS * (len(_LEDGER_DIGESTS) + len(_DIGESTS))
+
+_counters_of = attrgetter(*_COUNTERS)
+_ledger_digests_of = attrgetter(*_LEDGER_DIGESTS)
+_digests_of = attrgetter(*_DIGESTS)
 
 
-class _Slot(IntEnum):
-    VOTERS = 0
-    TOKENS = 1
-    OVERFLOWS = 2
-    ZEROS = 3
-    SAMPLES = 4
-    WEIGHTS = 5
-    JOINS = 6
-    DRAINS = 7
-    READY = 8
-    DISPUTES = 9
-    SUSPECTS = 10
-    SAVES = 11
-    WRITTEN = 12
-    STEADY = 13
-    UNANNOUNCED = 14
-    # Digests, of _LIMBS slots each.
-    NUMBERS = 15
-    LOSSES = 18
-    INPUTS = 21
-    GRADIENTS = 24
-    PLAN = 27
-    LEAVES = 30
-    RESHAPES = 33
-    SIZE = 36
-
-
-def _limbs(value: int) -> list[float]:
+def _limbs(value: int) -> tuple[int, ...]:
     """Return ``value`` (not negative) cut into limbs, lowest first; the last one holds the rest."""
-    mask = (1 << _LIMB_BITS) - 1
-    low = [float(value >> (_LIMB_BITS * i) & mask) for i in range(_LIMBS - 1)]
-    return [*low, float(value >> (_LIMB_BITS * (_LIMBS - 1)))]
+    return value & _MASK, value >> _LIMB_BITS & _MASK, value >> 2 * _LIMB_BITS
 
 
-def _joined(values: Sequence[float], slot: _Slot) -> int:
-    """Return the integer whose summed limbs begin at ``slot``."""
-    return sum(int(values[slot + i]) << (_LIMB_BITS * i) for i in range(_LIMBS))
+def _joined(limbs: Sequence[float]) -> int:
+    """Return the integer of summed ``limbs``."""
+    low, middle, high = map(int, limbs)
+    return low + (middle << _LIMB_BITS) + (high << 2 * _LIMB_BITS)
+
+
+def _pairs(values: Iterable[_Number]) -> list[tuple[_Number, _Number]]:
+    each = iter(values)
+    return list(zip(each, each, strict=True))
 
 
 @dataclass
@@ -80,6 +77,8 @@ class Tally:
 
     norms: dict[BlockKey, float] = field(default_factory=dict)
     """Sum of squares of the raw reduced gradient, for each block of this rank that counts in the norm."""
+    squares: Sequence[float] = ()
+    """In a sum: those of all blocks, in the order of the layout."""
     voters: int = 1
     tokens: float = 0.0
     overflows: int = 0
@@ -148,99 +147,61 @@ class VoteLayout:
 
     @property
     def _rates_at(self) -> int:
-        plain = _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
+        plain = _BLOCKS_AT + len(self.blocks) + 2 * len(self.report_keys)
         return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
 
     def pack(self, tally: Tally) -> torch.Tensor:
         """Return ``tally`` as a float64 vector. Report keys without a slot are left out and counted."""
-        counters = {
-            _Slot.VOTERS: tally.voters,
-            _Slot.TOKENS: tally.tokens,
-            _Slot.OVERFLOWS: tally.overflows,
-            _Slot.ZEROS: tally.zeros,
-            _Slot.SAMPLES: tally.ledger.samples,
-            _Slot.WEIGHTS: tally.ledger.weights,
-            _Slot.JOINS: tally.joins,
-            _Slot.DRAINS: tally.drains,
-            _Slot.READY: tally.ready,
-            _Slot.DISPUTES: tally.disputes,
-            _Slot.SUSPECTS: tally.suspects,
-            _Slot.SAVES: tally.saves,
-            _Slot.WRITTEN: tally.written,
-            _Slot.STEADY: tally.steady,
-            _Slot.UNANNOUNCED: tally.unannounced or bool(tally.report.keys() - set(self.report_keys)),
-        }
-        digests = {
-            _Slot.NUMBERS: tally.ledger.numbers,
-            _Slot.LOSSES: tally.ledger.losses,
-            _Slot.INPUTS: tally.ledger.inputs,
-            _Slot.GRADIENTS: tally.ledger.gradients,
-            _Slot.PLAN: tally.plan,
-            _Slot.LEAVES: tally.leaves,
-            _Slot.RESHAPES: tally.reshapes,
-        }
-        if not tally.norms.keys() <= set(self.blocks):
+        ledger = tally.ledger
+        values: list[float] = [tally.tokens, ledger.weights, ledger.samples, *_counters_of(tally)]
+        if not tally.report.keys() <= set(self.report_keys):
+            values[_COUNTERS_AT + _COUNTERS.index("unannounced")] = 1
+        for digest in (*_ledger_digests_of(ledger), *_digests_of(tally)):
+            values += _limbs(digest)
+        values += [tally.norms.get(key, 0.0) for key in self.blocks]
+        if sum(key in tally.norms for key in self.blocks) != len(tally.norms):
             raise KeyError(f"norms of blocks without a slot: {sorted(tally.norms.keys() - set(self.blocks))}")
-        values: list[float] = [float(counters[slot]) for slot in sorted(counters)]
-        values += (limb for slot in sorted(digests) for limb in _limbs(digests[slot]))
-        values += (tally.norms.get(key, 0.0) for key in self.blocks)
-        values += (part for key in self.report_keys for part in tally.report.get(key, (0.0, 0.0)))
-        values += (spent for key in self.ranges for spent in tally.times.get(key, (0, 0)))
-        values += (part for cell in self.clocked for part in tally.clocks.get(cell, (0, 0, 0, 0)))
-        rates = tally.rates or (Rate(0.0, 0.0),) * self.groups
-        values += (part for rate in rates for part in (rate.lr, rate.weight_decay))
+        for key in self.report_keys:
+            values += tally.report.get(key, (0.0, 0.0))
+        for span in self.ranges:
+            values += tally.times.get(span, (0, 0))
+        for cell in self.clocked:
+            values += tally.clocks.get(cell, (0, 0, 0, 0))
+        for rate in tally.rates or (Rate(0.0, 0.0),) * self.groups:
+            values += (rate.lr, rate.weight_decay)
         if self.counted is not None:
             none = (0,) * self.counted.experts
-            values += (count for unit in self.counted.units for count in tally.expert_tokens.get(unit, none))
-        vector = torch.tensor(values, dtype=torch.float64)
-        if len(vector) != self.size:
-            raise ValueError(f"a tally of {len(vector)} values does not fit into {self.size} slots")
-        return vector
+            for unit in self.counted.units:
+                values += tally.expert_tokens.get(unit, none)
+        if len(values) != self.size:
+            raise ValueError(f"a tally of {len(values)} values does not fit into {self.size} slots")
+        return torch.frombuffer(array("d", values), dtype=torch.float64)
 
     def unpack(self, vector: torch.Tensor) -> Tally:
         """Return the summed vector as the tally of the whole step."""
-        values: list[float] = vector.tolist()
-        start = _Slot.SIZE + len(self.blocks)
+        values: list[float] = vector.numpy().tolist()
+        start = _BLOCKS_AT + len(self.blocks)
         times = start + 2 * len(self.report_keys)
-        clocks = [int(value) for value in values[times + 2 * len(self.ranges) : self._rates_at]]
-        rates = values[self._rates_at :]
-        return Tally(
-            norms=dict(zip(self.blocks, values[_Slot.SIZE : start], strict=True)),
-            voters=int(values[_Slot.VOTERS]),
-            tokens=values[_Slot.TOKENS],
-            overflows=int(values[_Slot.OVERFLOWS]),
-            zeros=int(values[_Slot.ZEROS]),
-            ledger=Ledger(
-                samples=int(values[_Slot.SAMPLES]),
-                numbers=_joined(values, _Slot.NUMBERS),
-                losses=_joined(values, _Slot.LOSSES),
-                inputs=_joined(values, _Slot.INPUTS),
-                gradients=_joined(values, _Slot.GRADIENTS),
-                weights=values[_Slot.WEIGHTS],
-            ),
-            plan=_joined(values, _Slot.PLAN),
-            joins=int(values[_Slot.JOINS]),
-            drains=int(values[_Slot.DRAINS]),
-            ready=int(values[_Slot.READY]),
-            disputes=int(values[_Slot.DISPUTES]),
-            suspects=int(values[_Slot.SUSPECTS]),
-            leaves=_joined(values, _Slot.LEAVES),
-            reshapes=_joined(values, _Slot.RESHAPES),
-            saves=int(values[_Slot.SAVES]),
-            written=int(values[_Slot.WRITTEN]),
-            steady=int(values[_Slot.STEADY]),
-            unannounced=int(values[_Slot.UNANNOUNCED]),
-            times={
-                key: (int(values[times + 2 * i]), int(values[times + 2 * i + 1])) for i, key in enumerate(self.ranges)
-            },
-            clocks={
-                cell: (clocks[4 * i], clocks[4 * i + 1], clocks[4 * i + 2], clocks[4 * i + 3])
-                for i, cell in enumerate(self.clocked)
-            },
-            report={key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)},
-            rates=tuple(Rate(rates[2 * i], rates[2 * i + 1]) for i in range(self.groups)),
+        clock = iter(map(int, values[times + 2 * len(self.ranges) : self._rates_at]))
+        limbs = iter(values[_DIGESTS_AT:_BLOCKS_AT])
+        digests = [_joined(three) for three in zip(limbs, limbs, limbs, strict=True)]
+        tokens, weights, samples = values[:_COUNTERS_AT]
+        ledger = dict(zip(_LEDGER_DIGESTS, digests, strict=False))
+        total = Tally(
+            tokens=tokens,
+            ledger=Ledger(int(samples), weights=weights, **ledger),
+            squares=values[_BLOCKS_AT:start],
+            report=dict(zip(self.report_keys, _pairs(values[start:times]), strict=True)),
+            times=dict(zip(self.ranges, _pairs(map(int, values[times : times + 2 * len(self.ranges)])), strict=True)),
+            clocks=dict(zip(self.clocked, zip(clock, clock, clock, clock, strict=True), strict=True)),
+            rates=tuple(Rate(*both) for both in _pairs(values[self._rates_at : self._tokens_at])),
             expert_tokens=self._tokens(values[self._tokens_at :]),
         )
+        for name, value in zip(_COUNTERS, values[_COUNTERS_AT:_DIGESTS_AT], strict=True):
+            setattr(total, name, int(value))
+        for name, digest in zip(_DIGESTS, digests[len(_LEDGER_DIGESTS) :], strict=True):
+            setattr(total, name, digest)
+        return total
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
         if self.counted is None:

@@ -35,7 +35,8 @@ from megatron.elastic.engine.generation.buckets import Bucket, Cut, buckets_of
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.engine.transaction.tools import Tools
-from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.block_copy import Lent
+from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.record import GradientKey
 
 __all__ = ["BackgroundReduce"]
@@ -61,6 +62,8 @@ class BackgroundReduce:
         self._tools, self._view, self._key, self._order = tools, view, key, cut.order
         self._computed, self.early = computed, early
         self.shipment = shipment
+        if shipment is not None:
+            shipment.post()
         compute_units, slices = tools.interface.compute_units, tools.arena.slices
         self._waiting = deque(buckets_of(view.spans, slices, cut, compute_units))
         self._running: deque[tuple[Bucket, dist.Work | None]] = deque()
@@ -140,7 +143,11 @@ class BackgroundReduce:
             work.wait()
         arena = self._tools.arena
         here = [block for space in bucket.spaces for block in self._owned.get(space, ())]
-        self._tools.pool.retain_all(self._key, {block.key: arena.block_gradients(block) for block in here})
+        gradients = {block.key: arena.block_gradients(block) for block in here}
+        self._tools.pool.retain_all(self._key, gradients, self._room)
+
+    def _room(self, key: BlockKey) -> Lent | None:
+        return None if self.shipment is None else self.shipment.room(key)
 
     # -- after it ------------------------------------------------------------------
 

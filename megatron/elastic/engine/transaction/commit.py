@@ -266,7 +266,7 @@ class StepCommit:
         view, settings = self._context.view, self._context.tools.settings
         return Vote(
             gradient=attempt.key,
-            norm_sq=total.norms,
+            norm_sq=total.squares,
             found_nonfinite=total.overflows > 0,
             denominator=total.tokens if settings.per_token_loss else view.plan.grid.data_parallel_size,
             tokens=total.tokens,

@@ -26,8 +26,8 @@ from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.engine.transaction.protection import Exposure, Protected
-from megatron.elastic.engine.transaction.shipment import sizes_of, way_to
 from megatron.elastic.engine.transaction.streams import Moved, Streams
 from megatron.elastic.platform.threads import Threads
 from megatron.elastic.state.redundancy import short_of_mirrors
@@ -184,7 +184,7 @@ class Migrator:
             return
         self._streams.link_is_free(True)
         if not self._prepared and not self._concluded:  # else it could be late
-            made = partial(self._prepare, self._streams, self._context.view)
+            made = partial(self._prepare, self._streams, self._context.view, self._context.body)
             self._context.tools.threads.start("elastic-prepare", made)
             self._prepared = True
 
@@ -285,11 +285,11 @@ class Migrator:
         self._abandoned.clear()
         self._begun = 0
 
-    def _prepare(self, streams: Streams, view: View) -> None:
+    def _prepare(self, streams: Streams, view: View, body: StepBody) -> None:
         at, target = self._context, streams.migration.target
         at.views.prepare(view, target.assignment)
         streams.prepare()
-        at.tools.messages.prepare(sizes_of(way_to(at.tools, view, target.placement)))
+        at.tools.messages.prepare(body.letters_to(target.placement))
         if self._streams is not streams:  # it ended meanwhile: nothing will take this memory
             at.tools.messages.clear()
 

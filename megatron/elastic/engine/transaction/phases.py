@@ -15,6 +15,7 @@ arrived, so every copy can finish a committed step.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -36,13 +37,14 @@ from megatron.elastic.engine.generation.view import GroupSpan, Routes, View
 from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
-from megatron.elastic.engine.transaction.shipment import Shipment, packed_gradients, take_gradients, way_to
+from megatron.elastic.engine.transaction.shipment import Letters, Shipment, letters_of, way_to
 from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.plan.schedule.finishing import finishing_order
+from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.certificate import CertificateError
-from megatron.elastic.state.layout import StateBlock, UnitLayout
+from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
@@ -67,9 +69,15 @@ class StepBody:
         self._view = view
         self.disputes = Disputes()
         self._background: BackgroundReduce | None = None
+        self._shipment: Shipment | None = None
+        """Takes the gradients of the present computation to the copies of the present placement."""
         self._order = finishing_order(
             view.plan, sorted({unit for unit, _ in tools.layouts}), tools.interface.compute_units
         )
+        # Reduced beside the backward, gradients leave bucket by bucket; otherwise all at once.
+        self._cut = Cut(self._order, overlap.bucket if overlap.reduce else sys.maxsize)
+        self._letters = letters_of(view.routes, self._cut)
+        tools.messages.clear()  # another generation may have other messages
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
@@ -98,9 +106,11 @@ class StepBody:
         ``key``: of the gradients. ``ships``: they go to the copies of the present placement, which is known already.
         ``gathering``: the gather of the parameters, if it is under way; it is over on return.
         """
-        exact = self._tools.exact
+        exact, self._shipment = self._tools.exact, None
+        if ships and self._tools.pool.snapshot == "gradient":
+            self._shipment = self._sent(self._letters, key, self._verify_interval)
         if exact is None:
-            self._background = self._behind(step.step, key, ships) if self.overlap.reduce else None
+            self._background = self._behind(step.step, key) if self.overlap.reduce else None
             return self.compute(step, record, gathering)
         for places in resolutions(record.loss_scale):
             exact.begin(places)
@@ -109,16 +119,15 @@ class StepBody:
                 return result
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
-    def _behind(self, step: int, key: GradientKey, ships: bool) -> BackgroundReduce:
+    def _sent(self, letters: Letters, key: GradientKey, interval: int) -> Shipment:
+        return Shipment(self._tools, letters, key, interval, _SHIP_TAG + ((key.step + 1) & 0xFF))
+
+    def _behind(self, step: int, key: GradientKey) -> BackgroundReduce:
         """Return what reduces, and ships, the gradients of ``key`` while they are computed."""
-        tools, view, shipment = self._tools, self._view, None
-        if ships and tools.pool.snapshot == "gradient":
-            tag = _SHIP_TAG + (step & 0xFF)
-            cut = Cut(self._order, self.overlap.bucket)
-            shipment = Shipment(tools, view.routes, key, cut, self._verify_interval, tag)
+        tools, view = self._tools, self._view
         early = not self._compares(step) and all(tools.fabric.begins_at_once(span.group) for span in view.spans)
         computed = frozenset[int]() if self._executor is None else self._executor.finished_units
-        return BackgroundReduce(tools, view, key, Cut(self._order, self.overlap.bucket), computed, shipment, early)
+        return BackgroundReduce(tools, view, key, self._cut, computed, self._shipment, early)
 
     def compute(
         self,
@@ -232,7 +241,12 @@ class StepBody:
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         here = [block for block in self._view.owned if self._computes(block)]
-        tools.pool.retain_all(key, {block.key: tools.arena.block_gradients(block) for block in here})
+        gradients = {block.key: tools.arena.block_gradients(block) for block in here}
+        tools.pool.retain_all(key, gradients, self._room)
+
+    def _room(self, key: BlockKey) -> Lent | None:
+        """Return memory for the gradient of an owned block, in the message that takes it to a mirror."""
+        return None if self._shipment is None else self._shipment.room(key)
 
     def _reduce_exactly(self, exact: ExactGradients, span: GroupSpan) -> None:
         """Sum the integers of a span, and convert those of this rank's blocks."""
@@ -247,7 +261,7 @@ class StepBody:
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
             for block, gradient in zip(blocks, parts, strict=True):
-                tools.pool.retain(block.key, key, gradient)
+                tools.pool.retain(block.key, key, gradient, self._room(block.key))
 
         self._exchange(
             self._view.relays.to_owners,
@@ -274,27 +288,23 @@ class StepBody:
         mirrors receive state by :meth:`follow`. Contents are not compared while copies are about to leave: once an
         owner has left, the right copy could no longer be told from the wrong one.
         """
-        tools, way = self._tools, self._view.routes
-        shipment = None if self._background is None else self._background.shipment
-        if shipment is not None:
+        shipment = self._shipment
+        if shipment is not None and named is not self._view.placement:
+            raise RuntimeError("gradients were shipped to the copies of another placement than the vote is to name")
+        if shipment is None:
+            self.disputes = Disputes()
             if named is not self._view.placement:
-                raise RuntimeError("gradients were shipped to the copies of another placement than the vote is to name")
-            shipment.complete()
-            self.disputes = shipment.disputes
-            return
-        pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
-        if named is not self._view.placement:
-            way, interval = way_to(tools, self._view, named), 0
-        elif pool.snapshot == "state":
-            return
+                shipment = self._sent(self.letters_to(named), gradient_key, 0)
+            elif self._tools.pool.snapshot == "state":
+                return
+            else:
+                shipment = self._sent(self._letters, gradient_key, self._verify_interval)
+        shipment.complete()
+        self.disputes = shipment.disputes
 
-        def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            return packed_gradients(pool, blocks, gradient_key, interval, tools.messages)
-
-        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
-            self.disputes.add(take_gradients(pool, blocks, gradient_key, interval, parts, sealed))
-
-        self._exchange(way, pack, unpack, 1, CHECKSUM_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
+    def letters_to(self, named: Placement) -> Letters:
+        """Return the messages of this rank's blocks to the copies of the placement ``named``."""
+        return letters_of(way_to(self._tools, self._view, named), self._cut)
 
     def follow(self, record: StepRecord) -> None:
         """Send updated blocks from owners to mirrors, with their lineage; ``state`` mode only.
@@ -354,7 +364,8 @@ class StepBody:
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
         for owner, blocks in way.incoming.items():
-            buffer = tools.messages.take(sum(width * block.numel + extra for block in blocks))
+            length = sum(width * block.numel + extra for block in blocks)
+            buffer = torch.empty(length, dtype=torch.float32)
             arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
         leaving: list[tuple[dist.Work, torch.Tensor]] = []
         for mirror, blocks in way.outgoing.items():

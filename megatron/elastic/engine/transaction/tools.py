@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients
 from megatron.elastic.engine.compute.message_memory import MessageMemory
@@ -47,7 +48,7 @@ class Tools:
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
-    messages: MessageMemory = field(default_factory=MessageMemory)
+    messages: MessageMemory = field(default_factory=lambda: MessageMemory(CHECKSUM_SLOTS))
     relocation: Relocation | None = None
     """Moves copies between host and device as roles change; None where owners lie in host memory."""
 
