@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
-from megatron.elastic.engine.compute.message_memory import MessageMemory
+from megatron.elastic.engine.compute.message_memory import Berth, GradientMessage
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.migrate import Migrator
-from megatron.elastic.state.layout import StateBlock
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Program, RankProcess, run
 
@@ -64,24 +61,23 @@ def test_the_messages_to_a_targets_copies_take_the_memory_that_was_prepared_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step whose vote ends a migration sends other messages than the steps before it, all of them prepared."""
-    prepared: set[tuple[StateBlock, ...]] = set()
-    left: list[tuple[StateBlock, ...]] = []
-    prepare, clear = MessageMemory.prepare, MessageMemory.clear
+    prepared: list[GradientMessage] = []
+    taken: list[GradientMessage] = []
+    prepare, take = Berth.prepare, Berth.take
 
-    def prepares(memory: MessageMemory, messages: Iterable[tuple[StateBlock, ...]]) -> None:
-        # A message that steps have taken before can be free beside the prepared one.
-        prepared.update(set(messages := list(messages)) - memory._free.keys())
-        prepare(memory, messages)
+    def prepares(berth: Berth) -> None:
+        prepare(berth)
+        prepared.append(berth.free[-1])
 
-    def clears(memory: MessageMemory) -> None:
-        left.extend(prepared & set(memory.free))
-        clear(memory)
+    def takes(berth: Berth) -> GradientMessage:
+        taken.append(take(berth))
+        return taken[-1]
 
-    monkeypatch.setattr(MessageMemory, "prepare", prepares)
-    monkeypatch.setattr(MessageMemory, "clear", clears)
+    monkeypatch.setattr(Berth, "prepare", prepares)
+    monkeypatch.setattr(Berth, "take", takes)
     check(run("steps=7 seed=1", Program(fenced=move_away)))
-    assert prepared, "some rank sends reduced blocks to others than before"
-    assert not left, "the step that names the target takes all of them"
+    assert prepared, "some rank sends reduced blocks"
+    assert set(map(id, prepared)) <= set(map(id, taken)), "the step that names the target takes all of them"
 
 
 def test_one_migration_at_a_time_and_none_without_changes() -> None:

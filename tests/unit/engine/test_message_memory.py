@@ -20,7 +20,7 @@ def memory() -> MessageMemory:
 
 
 def test_a_message_has_its_blocks_one_after_another_and_checksums_behind_them(memory: MessageMemory) -> None:
-    message = memory.take((A, C))
+    message = memory.berth((A, C)).take()
     assert message.whole.numel() == 8 + 24 + 2 * 4
     for number, (part, start) in enumerate(zip(message.parts, (0, 8), strict=True)):
         part.fill_(number + 1)
@@ -33,33 +33,34 @@ def test_a_message_has_its_blocks_one_after_another_and_checksums_behind_them(me
 @given(st.lists(st.sampled_from(["lend", "return"]), max_size=20))
 def test_it_is_free_when_its_last_user_is_done(steps: list[str]) -> None:
     memory = MessageMemory(4)
-    message, lent = memory.take((A, B)), list[Lent]()
+    berth, lent = memory.berth((A, B)), list[Lent]()
+    message = berth.take()
     for step in steps:
         if step == "lend":
             lent.append(message.lend(len(lent) % 2))
             assert lent[-1].values is message.parts[(len(lent) - 1) % 2]
         elif lent:
             lent.pop().give_back()
-        assert not memory.free and memory.take((A, B)) is not message
+        assert not berth.free and berth.take() is not message
     message.let_go()
     while lent:
-        assert not memory.free
+        assert not berth.free
         lent.pop().give_back()
-    assert memory.free == [(A, B)] and memory.bytes_free == 4 * (8 + 16 + 2 * 4)
-    assert memory.take((A, B)) is message and not memory.free
+    assert berth.free == [message] and memory.bytes_free == 4 * (8 + 16 + 2 * 4)
+    assert berth.take() is message and not memory.bytes_free
 
 
-def test_prepared_memory_is_taken_first_and_by_its_blocks_alone(memory: MessageMemory) -> None:
-    memory.prepare([(A,), (A,), (B,)])
-    assert memory.free == [(A,), (A,), (B,)]
-    first, second = memory.take((A,)), memory.take((A,))
-    assert first is not second and memory.free == [(B,)]
-    assert not memory.take((C,)).whole.any() and memory.free == [(B,)]
+def test_prepared_memory_is_taken_first_and_for_its_blocks_alone(memory: MessageMemory) -> None:
+    for _ in range(2):
+        memory.berth((A,)).prepare()
+    prepared = list(memory.berth((A,)).free)
+    assert {memory.berth((A,)).take(), memory.berth((A,)).take()} == set(prepared)
+    assert memory.berth((C,)).take() not in prepared and memory.berth((A,)).take() not in prepared
 
 
 def test_nothing_is_kept_after_clear_and_nothing_comes_back_to_it(memory: MessageMemory) -> None:
-    memory.prepare([(A,)])
-    used = memory.take((B,))
+    memory.berth((A,)).prepare()
+    used = memory.berth((B,)).take()
     memory.clear()
     used.let_go()
-    assert not memory.free
+    assert not memory.bytes_free and not memory.berth((B,)).free

@@ -12,7 +12,6 @@ Invariant: memory is free when everything that used it has said so. A message th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 import torch
 
@@ -30,14 +29,14 @@ class GradientMessage:
     ``whole``: fp32, all of it. ``parts``: the gradient of each block. ``checksums``: the bytes of what is behind them.
     """
 
-    def __init__(self, blocks: Blocks, extra: int, home: list[GradientMessage]) -> None:
+    def __init__(self, blocks: Blocks, extra: int, free: list[GradientMessage]) -> None:
         self.blocks = blocks
         sizes = [*(block.numel for block in blocks), extra * len(blocks)]
         self.whole = torch.zeros(sum(sizes), dtype=torch.float32)
         *self.parts, behind = self.whole.split(sizes)
         self.checksums = behind.view(torch.uint8).numpy().data
         self._lent = [Lent(part, self.let_go) for part in self.parts]
-        self._home, self._users = home, 1
+        self._free, self._users = free, 1
 
     def lend(self, number: int) -> Lent:
         """Return the memory of block ``number``, for a copy to retain its gradient there. It is one more user."""
@@ -49,49 +48,61 @@ class GradientMessage:
         self._users -= 1
         if not self._users:
             self._users = 1  # the next one to take it
-            self._home.append(self)
+            self._free.append(self)
 
 
-class MessageMemory:
-    """See the module docstring. Any thread may prepare while the training thread takes. ``extra``: values a block."""
+class Berth:
+    """The place of one message, which has the same blocks in each step, and memory for it."""
 
-    def __init__(self, extra: int) -> None:
+    def __init__(self, blocks: Blocks, extra: int) -> None:
+        self.blocks = blocks
+        self.free: list[GradientMessage] = []
+        """Memory that nothing uses; one thread may add to it while another takes from it."""
         self._extra = extra
-        self._free: dict[Blocks, list[GradientMessage]] = {}
-        self._lock = threading.Lock()
 
-    def prepare(self, messages: Iterable[Blocks]) -> None:
-        """Allocate and write one message for each of ``messages``."""
-        for blocks in messages:
-            self._home_of(blocks).append(self._new(blocks))
-
-    def take(self, blocks: Blocks) -> GradientMessage:
-        """Return a message of ``blocks`` with arbitrary values."""
-        home = self._home_of(blocks)
+    def take(self) -> GradientMessage:
+        """Return a message with arbitrary values."""
         try:
-            return home.pop()
+            return self.free.pop()
         except IndexError:
-            return self._new(blocks)
+            return self._new()
 
-    def clear(self) -> None:
-        """Release all memory that is free, and that in use when it becomes free."""
-        with self._lock:
-            self._free = {}
-
-    @property
-    def free(self) -> list[Blocks]:
-        """The messages whose memory is free."""
-        with self._lock:
-            return [blocks for blocks, home in self._free.items() for _ in home]
+    def prepare(self) -> None:
+        """Allocate and write memory for one more message."""
+        self.free.append(self._new())
 
     @property
     def bytes_free(self) -> int:
-        """Bytes of the memory that is free."""
-        return sum(4 * (block.numel + self._extra) for blocks in self.free for block in blocks)
+        """Bytes of the memory that nothing uses."""
+        return 4 * len(self.free) * sum(block.numel + self._extra for block in self.blocks)
 
-    def _home_of(self, blocks: Blocks) -> list[GradientMessage]:
+    def _new(self) -> GradientMessage:
+        return GradientMessage(self.blocks, self._extra, self.free)
+
+
+class MessageMemory:
+    """The berths of all messages. Any thread may ask for one and prepare it. ``extra``: values a block."""
+
+    def __init__(self, extra: int) -> None:
+        self._extra = extra
+        self._berths: dict[Blocks, Berth] = {}
+        self._lock = threading.Lock()
+
+    def berth(self, blocks: Blocks) -> Berth:
+        """Return the place of the message of ``blocks``: the same until :meth:`clear`."""
         with self._lock:
-            return self._free.setdefault(blocks, [])
+            found = self._berths.get(blocks)
+            if found is None:
+                found = self._berths[blocks] = Berth(blocks, self._extra)
+            return found
 
-    def _new(self, blocks: Blocks) -> GradientMessage:
-        return GradientMessage(blocks, self._extra, self._home_of(blocks))
+    def clear(self) -> None:
+        """Forget all berths; their memory is released with the messages that still use it."""
+        with self._lock:
+            self._berths = {}
+
+    @property
+    def bytes_free(self) -> int:
+        """Bytes of the memory that nothing uses."""
+        with self._lock:
+            return sum(berth.bytes_free for berth in self._berths.values())

@@ -12,13 +12,13 @@ Invariant: both ends make the same messages, from placement and plan alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megatron.elastic.engine.compute.block_checksums import Disputes, block_checksums, disputes
-from megatron.elastic.engine.compute.message_memory import GradientMessage
+from megatron.elastic.engine.compute.message_memory import Berth, GradientMessage, MessageMemory
 from megatron.elastic.engine.compute.point_to_point import begin_receive, begin_send
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
 from megatron.elastic.engine.generation.view import Routes, View, routes
@@ -30,25 +30,28 @@ from megatron.elastic.state.record import GradientKey
 
 __all__ = ["Letters", "Shipment", "letters_of", "way_to"]
 
-Message = tuple[StateBlock, ...]
-
 
 @dataclass(frozen=True)
 class Letters:
     """The messages of one rank, by peer."""
 
-    outgoing: Mapping[int, tuple[Message, ...]]
-    incoming: Mapping[int, tuple[Message, ...]]
+    outgoing: Mapping[int, tuple[Berth, ...]]
+    incoming: Mapping[int, tuple[Berth, ...]]
 
-    def __iter__(self) -> Iterator[Message]:
-        for messages in (*self.outgoing.values(), *self.incoming.values()):
-            yield from messages
+    def prepare(self) -> None:
+        """Allocate memory for all of them beside earlier steps. On any thread."""
+        for berths in (*self.outgoing.values(), *self.incoming.values()):
+            for berth in berths:
+                berth.prepare()
 
 
-def letters_of(way: Routes, cut: Cut) -> Letters:
+def letters_of(way: Routes, cut: Cut, memory: MessageMemory) -> Letters:
     """Return the messages in which this rank's blocks go their ``way``."""
-    outgoing = {peer: messages_of(blocks, cut) for peer, blocks in way.outgoing.items()}
-    return Letters(outgoing, {owner: messages_of(blocks, cut) for owner, blocks in way.incoming.items()})
+
+    def berths(by_peer: Mapping[int, tuple[StateBlock, ...]]) -> dict[int, tuple[Berth, ...]]:
+        return {peer: tuple(map(memory.berth, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
+
+    return Letters(berths(way.outgoing), berths(way.incoming))
 
 
 def way_to(tools: Tools, view: View, named: Placement) -> Routes:
@@ -68,9 +71,7 @@ class Shipment:
         self._group = tools.fabric.group("mirror", range(tools.fabric.slots))
         self.disputes = Disputes()
         """Copies of this rank that differ from their owners'."""
-        self._outgoing = {
-            peer: deque(map(tools.messages.take, messages)) for peer, messages in letters.outgoing.items()
-        }
+        self._outgoing = {peer: deque([berth.take() for berth in berths]) for peer, berths in letters.outgoing.items()}
         self._rooms: dict[BlockKey, tuple[GradientMessage, int]] = {}
         for messages in self._outgoing.values():
             for message in messages:
@@ -81,12 +82,11 @@ class Shipment:
 
     def post(self) -> None:
         """Post the receives, so that what comes is taken in beside other work."""
-        for owner, messages in self._incoming.items():
-            self._arriving[owner] = deque(self._posted(owner, message) for message in messages)
+        for owner, berths in self._incoming.items():
+            self._arriving[owner] = deque([self._posted(owner, berth.take()) for berth in berths])
         self._incoming = {}
 
-    def _posted(self, owner: int, blocks: Message) -> tuple[dist.Work, GradientMessage]:
-        message = self._tools.messages.take(blocks)
+    def _posted(self, owner: int, message: GradientMessage) -> tuple[dist.Work, GradientMessage]:
         return begin_receive(self._group, message.whole, owner, self._tag), message
 
     def room(self, key: BlockKey) -> Lent | None:
@@ -136,10 +136,8 @@ class Shipment:
                 self._send(peer, messages.popleft())
         for owner, arriving in self._arriving.items():
             while arriving:
-                work, message = arriving.popleft()
-                if not work.is_completed():
-                    self._tools.publish("mirror", (owner,))
-                self._take(work, message)
+                self._tools.publish("mirror", (owner,))
+                self._take(*arriving.popleft())
         for work, message in self._leaving:
             work.wait()
             message.let_go()
