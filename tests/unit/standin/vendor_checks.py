@@ -265,13 +265,13 @@ def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_wai
     pair = linked()
     place = DevicePlace(StandinPlatform(), torch.device("standin", 0), tensor_kernels())
     pool, _ = filled(place, Hyper(ConstantSchedule(RATES)))
-    fabric = SimpleNamespace(slots=2, group=lambda role, members: pair.groups[0])
-    tools, memory = cast(Any, SimpleNamespace(fabric=fabric, pool=pool)), MessageMemory(CHECKSUM_SLOTS)
+    fabric = cast(Any, SimpleNamespace(slots=2, group=lambda role, members: pair.groups[0]))
+    tools, memory = cast(Any, SimpleNamespace(pool=pool)), MessageMemory(CHECKSUM_SLOTS)
     way, key = Routes({1: LAYOUT.blocks}, {}), GradientKey(0, 1)
     gradients = place.bring(torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_group_rank", lambda group, rank: rank)
-        shipment = Shipment(tools, letters_of(way, Cut((0,), LAYOUT.numel), memory), key, 0, 7)
+        shipment = Shipment(tools, letters_of(way, Cut((0,), LAYOUT.numel), memory, fabric), key, 0, 7)
         pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks}, shipment.room)
         shipment.advance()
         assert not shipment._leaving, "the device has not come so far"

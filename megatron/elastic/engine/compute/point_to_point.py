@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.elastic.engine.compute.sequence_cut import Run, length_of
 
-__all__ = ["BoundaryTransport", "Receipt", "begin_receive", "begin_send", "started"]
+__all__ = ["BoundaryTransport", "Receipt", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -101,16 +101,6 @@ def _tag(step: int, edge: int, backward: bool) -> int:
     It is never 0, the tag by which a vendor's library matches messages in their order instead.
     """
     return ((step & 0xF) << 27) | (((edge + 1) & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
-
-
-def begin_send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-    """Begin to send a contiguous tensor to rank ``peer``: ``dist.isend`` without its checks, a third of its time."""
-    return group.send([tensor], dist.get_group_rank(group, peer), tag)
-
-
-def begin_receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-    """Begin to receive into a contiguous tensor, as :func:`begin_send`."""
-    return group.recv([tensor], dist.get_group_rank(group, peer), tag)
 
 
 def started(work: dist.Work | None) -> dist.Work:

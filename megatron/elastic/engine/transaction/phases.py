@@ -77,7 +77,7 @@ class StepBody:
         # Reduced beside the backward, gradients leave bucket by bucket; otherwise all at once.
         self._cut = Cut(self._order, overlap.bucket if overlap.reduce else sys.maxsize)
         tools.messages.clear()  # another generation may have other messages
-        self._letters = letters_of(view.routes, self._cut, tools.messages)
+        self._letters = letters_of(view.routes, self._cut, tools.messages, tools.fabric)
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
@@ -304,7 +304,8 @@ class StepBody:
 
     def letters_to(self, named: Placement) -> Letters:
         """Return the messages of this rank's blocks to the copies of the placement ``named``."""
-        return letters_of(way_to(self._tools, self._view, named), self._cut, self._tools.messages)
+        way = way_to(self._tools, self._view, named)
+        return letters_of(way, self._cut, self._tools.messages, self._tools.fabric)
 
     def follow(self, record: StepRecord) -> None:
         """Send updated blocks from owners to mirrors, with their lineage; ``state`` mode only.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.block_checksums import Disputes, block_checksums, disputes
 from megatron.elastic.engine.compute.message_memory import Berth, GradientMessage, MessageMemory
-from megatron.elastic.engine.compute.point_to_point import begin_receive, begin_send
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
 from megatron.elastic.engine.generation.view import Routes, View, routes
 from megatron.elastic.engine.transaction.tools import Tools
@@ -35,6 +35,9 @@ __all__ = ["Letters", "Shipment", "letters_of", "way_to"]
 class Letters:
     """The messages of one rank, by peer."""
 
+    group: dist.ProcessGroup
+    numbers: Mapping[int, int]
+    """Peer → its rank in the group."""
     outgoing: Mapping[int, tuple[Berth, ...]]
     incoming: Mapping[int, tuple[Berth, ...]]
 
@@ -45,13 +48,15 @@ class Letters:
                 berth.prepare()
 
 
-def letters_of(way: Routes, cut: Cut, memory: MessageMemory) -> Letters:
-    """Return the messages in which this rank's blocks go their ``way``."""
+def letters_of(way: Routes, cut: Cut, memory: MessageMemory, fabric: Fabric) -> Letters:
+    """Return the messages in which this rank's blocks go their ``way``, in one generation of ``fabric``."""
 
     def berths(by_peer: Mapping[int, tuple[StateBlock, ...]]) -> dict[int, tuple[Berth, ...]]:
         return {peer: tuple(map(memory.berth, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
 
-    return Letters(berths(way.outgoing), berths(way.incoming))
+    group = fabric.group("mirror", range(fabric.slots))
+    numbers = {peer: dist.get_group_rank(group, peer) for peer in (*way.outgoing, *way.incoming)}
+    return Letters(group, numbers, berths(way.outgoing), berths(way.incoming))
 
 
 def way_to(tools: Tools, view: View, named: Placement) -> Routes:
@@ -68,7 +73,7 @@ class Shipment:
 
     def __init__(self, tools: Tools, letters: Letters, key: GradientKey, interval: int, tag: int) -> None:
         self._tools, self._key, self._interval, self._tag = tools, key, interval, tag
-        self._group = tools.fabric.group("mirror", range(tools.fabric.slots))
+        self._letters = letters
         self.disputes = Disputes()
         """Copies of this rank that differ from their owners'."""
         self._outgoing = {peer: deque([berth.take() for berth in berths]) for peer, berths in letters.outgoing.items()}
@@ -77,17 +82,16 @@ class Shipment:
             for message in messages:
                 self._rooms.update((block.key, (message, number)) for number, block in enumerate(message.blocks))
         self._leaving: list[tuple[dist.Work, GradientMessage]] = []
-        self._incoming = letters.incoming
         self._arriving: dict[int, deque[tuple[dist.Work, GradientMessage]]] = {}
 
     def post(self) -> None:
         """Post the receives, so that what comes is taken in beside other work."""
-        for owner, berths in self._incoming.items():
+        for owner, berths in self._letters.incoming.items():
             self._arriving[owner] = deque([self._posted(owner, berth.take()) for berth in berths])
-        self._incoming = {}
 
     def _posted(self, owner: int, message: GradientMessage) -> tuple[dist.Work, GradientMessage]:
-        return begin_receive(self._group, message.whole, owner, self._tag), message
+        letters = self._letters
+        return letters.group.recv([message.whole], letters.numbers[owner], self._tag), message
 
     def room(self, key: BlockKey) -> Lent | None:
         """Return the memory of a message for the gradient of an owned block; None if it goes to no mirror."""
@@ -112,11 +116,15 @@ class Shipment:
     def _send(self, peer: int, message: GradientMessage) -> None:
         pool = self._tools.pool
         for block, part in zip(message.blocks, message.parts, strict=True):
-            gradient = pool.get(block.key).host_gradient(self._key)
+            copy = pool.get(block.key)
+            if self._key not in copy.gradients:
+                raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
+            gradient = copy.host_gradient(self._key)
             if gradient is not part:
                 part.copy_(gradient)
         message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
-        self._leaving.append((begin_send(self._group, message.whole, peer, self._tag), message))
+        letters = self._letters
+        self._leaving.append((letters.group.send([message.whole], letters.numbers[peer], self._tag), message))
 
     def _take(self, work: dist.Work, message: GradientMessage) -> None:
         work.wait()
@@ -128,11 +136,10 @@ class Shipment:
 
     def complete(self) -> None:
         """Wait until the mirrors have this rank's messages, and it has theirs. All its blocks are reduced."""
-        self.post()
+        if not self._arriving:
+            self.post()
         for peer, messages in self._outgoing.items():
             while messages:
-                if not self._is_reduced(messages[0]):
-                    raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
                 self._send(peer, messages.popleft())
         for owner, arriving in self._arriving.items():
             while arriving:
