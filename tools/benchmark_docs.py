@@ -133,8 +133,8 @@ SECTIONS = (
     Section(
         "overhead",
         "What does elasticity cost while nothing fails?",
-        "CPU time of work that a run without elasticity would not do. The vote is counted in full, although it "
-        "replaces Megatron's own all-reduces.",
+        "CPU time of mirrors, votes, checksums and activity. The vote is counted in full; what it replaces in plain "
+        "Megatron, in the same job, is told apart.",
         steady_tables.overhead,
     ),
     Section(

@@ -11,6 +11,7 @@ __all__ = ["overhead", "overlap", "step_time", "watching"]
 
 Row = tuple[str, str]
 """A figure's title, and the figure."""
+_OF = "(% of a step's CPU time)"
 
 
 def overhead(figures: Figures) -> str:
@@ -25,6 +26,11 @@ def overhead(figures: Figures) -> str:
         "total": "all of these",
     }
     rows = _shares(figures, titles)
+    if "replaced" in figures:
+        rows += [
+            (f"plain Megatron's norms and checks of gradients {_OF}", spread(figures["replaced"]["total"], 100)),
+            (f"all of these, less that {_OF}", spread(figures["beyond_replaced"], 100)),
+        ]
     rows += [
         ("host memory (bytes a parameter)", number(figures["host_bytes_a_parameter"])),
         ("step time with / without", spread(figures["step_ratio"])),
@@ -102,7 +108,7 @@ def step_time(figures: Figures) -> str:
 
 def _shares(figures: Figures, titles: Mapping[str, str]) -> list[Row]:
     """Shares of a step's CPU time, with these titles."""
-    return [(f"{title} (% of a step's CPU time)", spread(figures["share"][key], 100)) for key, title in titles.items()]
+    return [(f"{title} {_OF}", spread(figures["share"][key], 100)) for key, title in titles.items()]
 
 
 def _table(rows: Iterable[Row]) -> str:

@@ -51,7 +51,7 @@ CLOCKED: tuple[tuple[object, str, str | Callable[..., str]], ...] = (
     (assembly, "write_step", "events"),
     (assembly, "write_experts", "events"),
     (EventLog, "write", "events"),
-    (vars(StepRecord)["digest"], "func", "digest"),  # the next step needs it, whether an event has it or not
+    (StepRecord, "_hashed", "digest"),  # the next step needs it, whether an event has it or not
     (Publisher, "stepped", "published"),
     (WorkerMembership, "figures", "published"),
     (Reporter, "log", "scalars"),

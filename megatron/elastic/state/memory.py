@@ -2,7 +2,7 @@
 
 A rank holds the parameters and gradients of the layers that it computes. Of their optimizer's state, in a
 data-parallel group of n ranks, it holds an n-th as owner and k n-ths as mirror. Activations and buffers of the
-framework are the same in both and not counted, and neither are the messages under way.
+framework are the same in both and not counted, and neither are messages that are made for one step alone.
 """
 
 from __future__ import annotations
@@ -63,9 +63,15 @@ class Training:
 
     @property
     def owner(self) -> Bytes:
-        """Bytes of owned blocks, and of the copies of their gradients that leave for mirrors."""
-        held = _STATE + _GRADIENT + (_STATE if self.snapshot == "state" else 0)
-        return Bytes(held / self.ranks, _GRADIENT / self.ranks) if self.on_device else Bytes(0, held / self.ranks)
+        """Bytes of owned blocks, and of the messages that take their gradients to mirrors.
+
+        A gradient of the host is retained in its message, one of a device in a copy that the message is made from.
+        """
+        states = 2 * _STATE if self.snapshot == "state" else _STATE
+        messages = 0 if self.snapshot == "state" else self.mirrors * _GRADIENT
+        if self.on_device:
+            return Bytes((states + _GRADIENT) / self.ranks, (_GRADIENT + messages) / self.ranks)
+        return Bytes(0, (states + max(_GRADIENT, messages)) / self.ranks)
 
     @property
     def mirror(self) -> Bytes:

@@ -254,14 +254,16 @@ class StepRecord:
     def digest(self) -> str:
         """Hash of the whole record, to compare between processes and for lineages (32 hex digits)."""
         if not self._digest:
-            values = list(_values_of(self))
-            # In pieces: for a block of memory beyond 1 KiB, glibc's allocator first merges all small ones that the step
-            # has freed, which takes longer than all of this.
-            whole = xxhash.xxh3_128()
-            for start in range(0, len(values), _PIECE):
-                whole.update(_PACKER.encode(values[start : start + _PIECE]))
-            object.__setattr__(self, "_digest", whole.hexdigest())
+            object.__setattr__(self, "_digest", self._hashed())
         return self._digest
+
+    def _hashed(self) -> str:
+        # In pieces: for a block of memory beyond 1 KiB, glibc's allocator first merges all small ones that the step has
+        # freed, which takes longer than all of this.
+        whole, values = xxhash.xxh3_128(), list(_values_of(self))
+        for start in range(0, len(values), _PIECE):
+            whole.update(_PACKER.encode(values[start : start + _PIECE]))
+        return whole.hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> StepRecord:

@@ -43,7 +43,7 @@ def test_the_pool_holds_the_bytes_that_the_table_names(snapshot):
 
 def test_owners_on_a_device_take_four_bytes_more_than_megatrons():
     rows = each(Training(1 << 30, 8, itemsize=2, mirrors=1, on_device=True))
-    assert rows["in all"] == (6 + 16 / 8, 4 / 8 + 16 / 8)
+    assert rows["in all"] == (6 + 16 / 8, 8 / 8 + 16 / 8)
     assert rows["Megatron, distributed optimizer"] == (6 + 12 / 8, 0)
     host = each(Training(1 << 30, 8, itemsize=2, mirrors=1, on_device=False))
     assert host["in all"] == (6, 32 / 8)
@@ -52,7 +52,10 @@ def test_owners_on_a_device_take_four_bytes_more_than_megatrons():
 def test_on_a_cpu_all_memory_is_the_hosts():
     rows = each(Training(100, 2, itemsize=4, mirrors=2, on_device=False, accelerator=False))
     assert all(device == 0 for device, _ in rows.values())
-    assert rows["in all"][1] == 8 + 3 * 16 / 2 and rows["Megatron, distributed optimizer"][1] == 8 + 8 / 2
+    assert (
+        rows["in all"][1] == 8 + (12 + 2 * 4) / 2 + 2 * 16 / 2
+        and rows["Megatron, distributed optimizer"][1] == 8 + 8 / 2
+    )
 
 
 @pytest.mark.parametrize(("slots", "spares", "mirrors"), [(1, 0, 0), (2, 0, 1), (1, 2, 2), (8, 0, 2)])

@@ -27,7 +27,14 @@ BY_ARGUMENTS = {"update_owned", "replay_mirrored", "scalar"}
 """Clocks that are chosen at each call."""
 
 
-@pytest.mark.parametrize(("worker", "costs"), [("_overhead_worker", {*overhead.COSTS}), ("_watching_worker", WATCHING)])
+@pytest.mark.parametrize(
+    ("worker", "costs"),
+    [
+        ("_overhead_worker", {*overhead.COSTS}),
+        ("_overhead_plain_worker", {*overhead.REPLACED}),
+        ("_watching_worker", WATCHING),
+    ],
+)
 def test_every_clocked_function_exists_and_every_reported_cost_has_a_clock(worker: str, costs: set[str]) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,0 +1,65 @@
+"""``pretrain_gpt.py`` of plain Megatron with a clock on what the vote replaces, for each rank; see ``overhead``.
+
+The vote carries the squared norms of gradients, which also tell whether all of them are finite. Megatron's sums of
+losses and tokens, which it replaces as well, have no function of their own and are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+import megatron.elastic.adaptor
+
+# isort: split
+
+import megatron.training.training
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from tools.bench._clocks import Clocks
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED = 8
+"""Steps before the clocks count."""
+CLOCKED: tuple[tuple[object, str, str], ...] = (
+    (MegatronOptimizer, "get_grad_norm", "norm"),
+    (_ParamAndGradBucketGroup, "check_grads", "finite"),
+)
+"""Function (owner, name) → its clock."""
+
+
+def main() -> None:
+    """Patch, train, write the counts."""
+    clocks = Clocks()
+    for owner, name, clock in CLOCKED:
+        clocks.put(owner, name, clock)
+    processes: list[float] = []
+    step = megatron.training.training.train_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if len(processes) == SKIPPED:
+            clocks.clear()
+        began = time.process_time()
+        result = step(*args, **kwargs)
+        processes.append(time.process_time() - began)
+        return result
+
+    megatron.training.training.train_step = counted
+    try:
+        runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
+    finally:
+        steps = max(1, len(processes) - SKIPPED)
+        report = {
+            "cpu_seconds": {name: spent / steps for name, spent in clocks.spent.items()},
+            "process_seconds": processes[SKIPPED:],
+        }
+        Path(os.environ["OVERHEAD_OUT"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
