@@ -226,8 +226,6 @@ class StepBody:
 
     def _reduce_spans(self, key: GradientKey) -> None:
         tools = self._tools
-        if self._shipment is not None:
-            self._shipment.post()  # an owner that is done first sends to where its gradients belong
         tools.arena.spread(tools.arena.gradients)
         for start, stop in self._view.silent:
             if tools.exact is not None:
