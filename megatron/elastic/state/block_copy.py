@@ -5,47 +5,19 @@ The pool (:mod:`pool`) changes copies and keeps their rules; other modules only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron.elastic.state.adam import sum_of_squares
-from megatron.elastic.state.hashing import named_hash
-from megatron.elastic.state.intake import digest_of, taken_in
 from megatron.elastic.state.layout import Run, StateBlock
-from megatron.elastic.state.place import BlockStore, Place, Staged
+from megatron.elastic.state.place import BlockStore, Place
 from megatron.elastic.state.record import GradientKey
+from megatron.elastic.state.retained import Lent, Retained
 
-__all__ = ["SLOTS", "BlockCopy", "Lent", "Part"]
+__all__ = ["SLOTS", "BlockCopy"]
 
 SLOTS = 2
 """Gradients that a copy may retain."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements ``[start, stop)`` of a larger tensor that goes to host memory in one piece."""
-
-    whole: Staged
-    start: int
-    stop: int
-
-    def wait(self) -> torch.Tensor:
-        """See :meth:`Staged.wait`."""
-        return self.whole.wait()[self.start : self.stop]
-
-    def is_here(self) -> bool:
-        """See :meth:`Staged.is_here`."""
-        return self.whole.is_here()
-
-
-@dataclass
-class Lent:
-    """Host memory of another owner, fp32 [numel], for a gradient. ``give_back``: to be called when it is released."""
-
-    values: torch.Tensor
-    give_back: Callable[[], None]
 
 
 @dataclass
@@ -61,17 +33,9 @@ class BlockCopy:
     """Hash chain over the copy's history: equal lineages mean equal bits (``hashing``)."""
     previous: tuple[int, BlockStore, str] | None = None
     """(version, numbers, lineage) before the last change, in ``state`` mode."""
-    gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
-    """Retained gradients, fp32 [numel], where they came in."""
-    staged: dict[GradientKey, Staged] = field(default_factory=dict)
-    """Host copies of those gradients that lie on a device."""
-    lent: dict[GradientKey, Lent] = field(default_factory=dict)
-    """The memory of those gradients that lie in another's."""
-    hashes: dict[GradientKey, str] = field(default_factory=dict)
-    """Content hashes of those gradients, from their arrival or first use on."""
-    squares: dict[GradientKey, float] = field(default_factory=dict)
-    """Sums of their squares, as far as they were needed."""
+    gradients: dict[GradientKey, Retained] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
+    """Host memory for the next gradients, fp32 [numel] each."""
 
     @property
     def place(self) -> Place:
@@ -100,51 +64,38 @@ class BlockCopy:
 
     def host_gradient(self, key: GradientKey) -> torch.Tensor:
         """Return a retained gradient in host memory, only to be read. Raises ``KeyError``."""
-        staged = self.staged.get(key)
-        return self.gradients[key] if staged is None else staged.wait()
+        return self.gradients[key].on_host()
 
     def has_come(self, key: GradientKey) -> bool:
         """Return whether a gradient is retained and in host memory."""
-        staged = self.staged.get(key)
-        return key in self.gradients and (staged is None or staged.is_here())
+        found = self.gradients.get(key)
+        return found is not None and found.has_come()
 
     def gradient_hash(self, key: GradientKey) -> str:
         """Return the content hash of a retained gradient. Raises ``KeyError``."""
-        if key not in self.hashes:
-            self.hashes[key] = named_hash(self.block.key, digest_of(self.host_gradient(key)))
-        return self.hashes[key]
-
-    def gradient_squares(self, key: GradientKey) -> float:
-        """Return the sum of squares of a retained gradient, fp64 in a fixed order. Raises ``KeyError``."""
-        if key not in self.squares:
-            self.squares[key] = sum_of_squares(self.host_gradient(key))
-        return self.squares[key]
+        return self.gradients[key].hash(self.block.key)
 
     def keep(self, key: GradientKey, values: torch.Tensor, lent: Lent | None) -> None:
-        """Retain a gradient, fp32 [numel], in the host memory ``lent`` or in its own.
-
-        ``values`` may be in that memory already. Those of elsewhere in host memory are copied, hashed and squared in
-        one pass.
-        """
-        if lent is None:
-            memory = self.spare.pop() if self.spare else torch.empty(self.block.numel, dtype=torch.float32)
+        """Retain a gradient, fp32 [numel], in the host memory ``lent`` or in its own; it may be there already."""
+        if lent is not None:
+            memory = lent.values
         else:
-            memory, self.lent[key] = lent.values, lent
+            memory = self.spare.pop() if self.spare else torch.empty(self.block.numel, dtype=torch.float32)
+        retained = Retained(memory, lent=lent)
         if not values.is_cpu:
             memory.copy_(values)
         elif memory is not values:
-            digest, self.squares[key] = taken_in(values, memory)
-            self.hashes[key] = named_hash(self.block.key, digest)
-        self.gradients[key] = memory
+            retained.take_in(self.block.key, values)
+        self.gradients[key] = retained
 
     def release(self, key: GradientKey) -> None:
         """Forget a gradient. Give its memory back to whom it belongs, or keep it for the next one."""
-        tensor, lent = self.gradients.pop(key), self.lent.pop(key, None)
-        self.hashes.pop(key, None)
-        self.squares.pop(key, None)
-        if lent is not None:
-            lent.give_back()
-            return
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if self.staged.pop(key, None) is None and whole and len(self.spare) < SLOTS:
-            self.spare.append(tensor)
+        gone = self.gradients.pop(key)
+        if gone.lent is not None:
+            gone.lent.give_back()
+        elif gone.staged is None and len(self.spare) < SLOTS and _is_whole(gone.values):
+            self.spare.append(gone.values)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes

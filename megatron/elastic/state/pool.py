@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from megatron.elastic.state.block_copy import SLOTS, BlockCopy, Lent, Part
+from megatron.elastic.state.block_copy import SLOTS, BlockCopy
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.notes import Notes
@@ -34,6 +34,7 @@ from megatron.elastic.state.place import HOST, BlockStore, Place, StagedTensor, 
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
+from megatron.elastic.state.retained import Lent, Part, Retained
 from megatron.elastic.state.step_scalars import StepScalars
 
 __all__ = ["StateError", "StatePool"]
@@ -167,7 +168,7 @@ class StatePool:
     def bytes_held(self) -> int:
         """Return the bytes of states, of previous states (``state`` mode) and of gradient buffers."""
         copies = self._copies.values()
-        tensors = [t for c in copies for t in (c.state, *c.gradients.values(), *c.spare)]
+        tensors = [t for c in copies for t in (c.state, *(g.values for g in c.gradients.values()), *c.spare)]
         tensors += [c.previous[1].state for c in copies if c.previous is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -188,7 +189,7 @@ class StatePool:
         copy = self._slot_for(key, gradient)
         if copy.place.on_device:
             on_host = values.to("cpu", copy=True)
-            copy.staged[gradient], copy.gradients[gradient] = StagedTensor(on_host), copy.place.bring(on_host)
+            copy.gradients[gradient] = Retained(copy.place.bring(on_host), StagedTensor(on_host))
             if lent is not None:
                 lent.give_back()
         else:
@@ -217,7 +218,7 @@ class StatePool:
         for key, part in values.items():
             stop = start + part.numel()
             copy = self._slot_for(key, gradient)
-            copy.staged[gradient], copy.gradients[gradient] = Part(staged, start, stop), whole[start:stop]
+            copy.gradients[gradient] = Retained(whole[start:stop], Part(staged, start, stop))
             self._retained(copy, gradient)
             start = stop
 
@@ -253,7 +254,7 @@ class StatePool:
         copy = self.get(key)
         if gradient not in copy.gradients:
             raise StateError(f"rank {self.rank}: block {key} has no gradient {tuple(gradient)}")
-        return copy.gradient_squares(gradient)
+        return copy.gradients[gradient].squares()
 
     def found_nonfinite(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
         """Return whether any of the blocks' retained gradients has an infinity or NaN."""
@@ -367,7 +368,8 @@ class StatePool:
 
     def _brought(self, copy: BlockCopy, gradient: GradientKey) -> torch.Tensor:
         """Return a retained gradient in the place of its copy, which may have moved since it came."""
-        return copy.place.bring(copy.gradients[gradient] if copy.place.on_device else copy.host_gradient(gradient))
+        retained = copy.gradients[gradient]
+        return copy.place.bring(retained.values if copy.place.on_device else retained.on_host())
 
     # --- reports and views --------------------------------------------------------------------
 

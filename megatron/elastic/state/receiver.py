@@ -14,6 +14,7 @@ from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
+from megatron.elastic.state.retained import Retained
 from megatron.elastic.state.transfer import HEADER_BYTES, Channel, Header, TransferError
 
 __all__ = ["BlockReceiver"]
@@ -117,7 +118,7 @@ class BlockReceiver:
         with self._lock:
             self._check_open()
             for copy, values in arrived:
-                copy.gradients[GradientKey(*gradient)] = values
+                copy.gradients[GradientKey(*gradient)] = Retained(values)
 
     def _steps(self, header: Header) -> None:
         text, table = self._text(header)
@@ -128,7 +129,7 @@ class BlockReceiver:
             self._verify()
             for copy, values in arrived:
                 if record.gradient is not None and values.numel():
-                    copy.gradients[record.gradient] = values
+                    copy.gradients[record.gradient] = Retained(values)
                 self._pool.replay(copy, record)
                 copy.spare.clear()  # a view of the whole message, which it would keep in memory
 

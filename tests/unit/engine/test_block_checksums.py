@@ -92,7 +92,7 @@ def test_a_block_with_another_history_is_told_apart_from_one_whose_memory_change
     if difference == "lineage":
         other.lineage = "of another history"
     else:
-        pair.pools[0].retain(KEYS[1], pair.gradient, other.gradients[pair.gradient] + 1.0)
+        pair.pools[0].retain(KEYS[1], pair.gradient, other.host_gradient(pair.gradient) + 1.0)
     other.state[0] += 1.0  # where the history differs, the contents are no finding of their own
     changed.state[0] += 1.0
     assert pair.found(1) == Disputes(marks=(KEYS[1],), contents=(KEYS[2],))

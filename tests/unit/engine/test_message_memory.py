@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.compute.message_memory import MessageMemory
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.retained import Lent
 
 A, B, C = (StateBlock(0, 0, index, 16 * index, 16 * index + 8 * (index + 1)) for index in range(3))
 

@@ -38,7 +38,7 @@ from megatron.elastic.state.checkpoint_view import CheckpointView
 from megatron.elastic.state.device_place import DevicePlace, Kernels, Reserved, tensor_kernels
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey, ParamSpec, UnitLayout
-from megatron.elastic.state.place import HOST, Place
+from megatron.elastic.state.place import HOST, Place, Staged
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
 from megatron.elastic.state.relocation import Relocation
@@ -136,9 +136,9 @@ def check_gradients_leave_a_device_as_they_were_and_in_page_locked_memory() -> N
     reduced(host, key, 5)
     for block in KEYS:
         copy = pool.get(block)
-        assert copy.gradients[key].device == torch.device("standin:1")
+        assert copy.gradients[key].values.device == torch.device("standin:1")
         assert copy.host_gradient(key).is_pinned()
-        assert torch.equal(copy.host_gradient(key), host.get(block).gradients[key])
+        assert torch.equal(copy.host_gradient(key), host.get(block).host_gradient(key))
     pool.retain_all(GradientKey(0, 2), {})  # a rank that owns nothing
     whole = {pool.get(block).host_gradient(key).untyped_storage().data_ptr() for block in KEYS}
     assert len(whole) == 1 and len(KEYS) > 1
@@ -492,7 +492,7 @@ def gradients_of(place: DevicePlace, freed: bool = True) -> list[float]:
     standin.synchronize("standin:1")
     reduced(pool, GradientKey(0, 1), 5)
     copies = [pool.get(key) for key in KEYS]
-    staged = [copy.staged[GradientKey(0, 1)] for copy in copies]
+    staged = [cast(Staged, copy.gradients[GradientKey(0, 1)].staged) for copy in copies]
     if freed:
         for copy in copies:
             copy.gradients.clear()

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from megatron.elastic.state import place as place_module
 from megatron.elastic.state.adam import AdamScalars, adam_step, adam_step_runs
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.placement import Copies, Placement
 from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.protocol import Holdings
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.retained import Lent
 
 SPECS = [
     ParamSpec("weight", 900, (30, 30), True, 1.0),
@@ -181,7 +181,7 @@ def test_gradients_in_lent_memory_stay_there_until_they_are_applied_and_it_is_gi
         if number % 2:  # the values have come in that memory
             values = part.copy_(values)
         borrower.retain(block.key, key, values, Lent(part, partial(returned.append, number)))
-        assert borrower.get(block.key).gradients[key].data_ptr() == part.data_ptr()
+        assert borrower.get(block.key).host_gradient(key).data_ptr() == part.data_ptr()
     retain_all(cloner, key)
     after = voted(cloner, record, key)
     assert not returned
@@ -209,7 +209,7 @@ def test_a_skipped_step_is_a_new_version_of_unchanged_blocks():
     pool, record = filled(0, hyper)
     key = GradientKey(0, 1)
     retain_all(pool, key)
-    values = pool.get(KEYS[1]).gradients[key].clone()
+    values = pool.get(KEYS[1]).host_gradient(key).clone()
     values[3] = math.inf
     pool.retain(KEYS[1], key, values)
     assert pool.found_nonfinite(key, KEYS) and not pool.found_nonfinite(key, KEYS[2:])

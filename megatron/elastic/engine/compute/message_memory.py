@@ -15,8 +15,8 @@ import threading
 
 import torch
 
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.retained import Lent
 
 __all__ = ["GradientMessage", "MessageMemory"]
 

@@ -35,9 +35,9 @@ from megatron.elastic.engine.generation.buckets import Bucket, Cut, buckets_of
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.engine.transaction.tools import Tools
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.record import GradientKey
+from megatron.elastic.state.retained import Lent
 
 __all__ = ["BackgroundReduce"]
 

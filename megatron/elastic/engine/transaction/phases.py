@@ -42,12 +42,12 @@ from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.plan.schedule.finishing import finishing_order
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
+from megatron.elastic.state.retained import Lent
 
 __all__ = ["StepBody"]
 

@@ -23,10 +23,10 @@ from megatron.elastic.engine.compute.message_memory import Berth, GradientMessag
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
 from megatron.elastic.engine.generation.view import Routes, View, routes
 from megatron.elastic.engine.transaction.tools import Tools
-from megatron.elastic.state.block_copy import Lent
 from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import GradientKey
+from megatron.elastic.state.retained import Lent
 
 __all__ = ["Letters", "Shipment", "letters_of", "way_to"]
 
@@ -116,12 +116,11 @@ class Shipment:
     def _send(self, peer: int, message: GradientMessage) -> None:
         pool = self._tools.pool
         for block, part in zip(message.blocks, message.parts, strict=True):
-            copy = pool.get(block.key)
-            if self._key not in copy.gradients:
+            retained = pool.get(block.key).gradients.get(self._key)
+            if retained is None:
                 raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
-            gradient = copy.host_gradient(self._key)
-            if gradient is not part:
-                part.copy_(gradient)
+            if retained.values is not part:
+                part.copy_(retained.on_host())
         message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
         letters = self._letters
         self._leaving.append((letters.group.send([message.whole], letters.numbers[peer], self._tag), message))
