@@ -56,6 +56,9 @@ def test_the_short_form_passes_on_the_stand_in(tmp_path: Path, kind: str) -> Non
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(report["sections"]) == set(SECTIONS) and report["devices"] == 4
+    kernels = report["sections"]["kernels"]
+    assert kernels["passed"] and kernels["dropout"]["equal"] == kernels["dropout"]["cases"] > 0
+    assert kernels["adam"]["kernel_gb_per_second"] > 0
     kills = report["sections"]["kills"]
     assert kills["kills"] == kills["returned"] == 1 and kills["mttr_seconds"]["to_next_commit"] > 0
     fp8 = report["sections"]["fp8"]

@@ -111,8 +111,23 @@ def deviation(reference: Mapping[int, float], other: Mapping[int, float]) -> flo
 
 def device(machine: Machine, settings: Settings) -> Figures:
     """The device, and its vendor's library in a group of one."""
+    found = _told(machine, "tools.proof.device")
+    library = found.get("library", {})
+    return {"passed": not found.get("fault") and not library.get("fault") and library.get("right", True), **found}
+
+
+def kernels(machine: Machine, settings: Settings) -> Figures:
+    """The device's kernels: whether optimizers and dropout have the host's bits, and the time of a step of Adam."""
+    found = _told(machine, "tools.proof.kernels")
+    masks = found.get("dropout", {})
+    passed = not found.get("fault") and not found["differing"] and masks["equal"] == masks["cases"]
+    return {"passed": passed, **found}
+
+
+def _told(machine: Machine, module: str) -> Figures:
+    """Return what a program says of the first device in its last line, or its fault."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.proof.device"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         env=machine.environment(),
         capture_output=True,
@@ -121,10 +136,9 @@ def device(machine: Machine, settings: Settings) -> Figures:
         check=False,
     )
     if done.returncode:
-        return {"passed": False, "fault": done.stderr[-2000:]}
+        return {"fault": done.stderr[-2000:]}
     found: Figures = json.loads(done.stdout.splitlines()[-1])
-    library = found["library"]
-    return {**found, "passed": not library.get("fault") and library.get("right", True)}
+    return found
 
 
 # -- parity and layouts ------------------------------------------------------------------------
@@ -379,6 +393,7 @@ def _recipe(machine: Machine, settings: Settings, recipe: str) -> Figures:
 
 SECTIONS: Mapping[str, Callable[[Machine, Settings], Figures]] = {
     "device": device,
+    "kernels": kernels,
     "parity": parity,
     "kills": kills,
     "library_edits": library_edits,
