@@ -22,8 +22,8 @@ T* at(std::uintptr_t address) {
 }
 
 void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad,
-          std::uintptr_t model, std::size_t count, double grad_multiplier, double lr, double beta1, double beta2,
-          double eps, double weight_decay, double bias_correction1, double bias_correction2, bool decoupled) {
+          std::size_t count, double grad_multiplier, double lr, double beta1, double beta2, double eps,
+          double weight_decay, double bias_correction1, double bias_correction2, bool decoupled) {
   // Scalars are combined in fp64 and rounded once to fp32, as torch does.
   es::AdamScalars s;
   s.grad_multiplier = static_cast<float>(grad_multiplier);
@@ -35,22 +35,21 @@ void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_
   s.step_size = static_cast<float>(lr / bias_correction1);
   s.sqrt_correction2 = static_cast<float>(std::sqrt(bias_correction2));
   s.decoupled = decoupled;
-  es::adam_update(at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<const float>(grad),
-                  at<std::uint16_t>(model), count, s);
+  es::adam_update(at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<const float>(grad), count, s);
 }
 
-void lion(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t grad, std::uintptr_t model, std::size_t count,
-          double grad_multiplier, double lr, double beta1, double beta2, double weight_decay) {
+void lion(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t grad, std::size_t count, double grad_multiplier,
+          double lr, double beta1, double beta2, double weight_decay) {
   const es::LionScalars s{static_cast<float>(grad_multiplier), static_cast<float>(lr), static_cast<float>(1.0 - beta1),
                           static_cast<float>(1.0 - beta2), static_cast<float>(1.0 - lr * weight_decay)};
-  es::lion_update(at<float>(master), at<float>(exp_avg), at<const float>(grad), at<std::uint16_t>(model), count, s);
+  es::lion_update(at<float>(master), at<float>(exp_avg), at<const float>(grad), count, s);
 }
 
-void sgd(std::uintptr_t master, std::uintptr_t buffer, std::uintptr_t grad, std::uintptr_t model, std::size_t count,
-         double grad_multiplier, double lr, double momentum, double weight_decay) {
+void sgd(std::uintptr_t master, std::uintptr_t buffer, std::uintptr_t grad, std::size_t count, double grad_multiplier,
+         double lr, double momentum, double weight_decay) {
   const es::SgdScalars s{static_cast<float>(grad_multiplier), static_cast<float>(lr), static_cast<float>(momentum),
                          static_cast<float>(weight_decay)};
-  es::sgd_update(at<float>(master), at<float>(buffer), at<const float>(grad), at<std::uint16_t>(model), count, s);
+  es::sgd_update(at<float>(master), at<float>(buffer), at<const float>(grad), count, s);
 }
 
 void bf16(std::uintptr_t source, std::uintptr_t target, std::size_t count) {
@@ -110,14 +109,12 @@ PYBIND11_MODULE(_state, m) {
   m.doc() = "Optimizer updates, norms and hashes with bits fixed by their inputs (see csrc/state/update.hpp)";
   const auto free_gil = py::call_guard<py::gil_scoped_release>();
   m.def("adam", &adam, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-        py::arg("model"), py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"),
-        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("bias_correction1"),
-        py::arg("bias_correction2"), py::arg("decoupled"));
-  m.def("lion", &lion, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("grad"), py::arg("model"),
-        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-        py::arg("weight_decay"));
-  m.def("sgd", &sgd, free_gil, py::arg("master"), py::arg("buffer"), py::arg("grad"), py::arg("model"),
-        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
+        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+        py::arg("weight_decay"), py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("decoupled"));
+  m.def("lion", &lion, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("grad"), py::arg("count"),
+        py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"));
+  m.def("sgd", &sgd, free_gil, py::arg("master"), py::arg("buffer"), py::arg("grad"), py::arg("count"),
+        py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
   m.def("round_to_bf16", &bf16, free_gil, py::arg("source"), py::arg("target"), py::arg("count"));
   m.def("sum_of_squares", &squares, free_gil, py::arg("values"), py::arg("count"));
   m.attr("FEWEST_TAKEN_IN") = es::kFewest;

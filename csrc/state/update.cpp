@@ -90,25 +90,20 @@ void add_rows(const float* values, std::size_t rows, double* lanes) {
 
 }  // namespace
 
-void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::uint16_t* model,
-                 std::size_t count, const AdamScalars& s) {
+void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::size_t count,
+                 const AdamScalars& s) {
   const DefaultFloatMode mode;
   (s.decoupled ? adam_decoupled : adam_l2)(master, exp_avg, exp_avg_sq, grad, count, s);
-  if (model != nullptr) to_bf16(master, model, count);
 }
 
-void lion_update(float* master, float* exp_avg, const float* grad, std::uint16_t* model, std::size_t count,
-                 const LionScalars& s) {
+void lion_update(float* master, float* exp_avg, const float* grad, std::size_t count, const LionScalars& s) {
   const DefaultFloatMode mode;
   lion(master, exp_avg, grad, count, s);
-  if (model != nullptr) to_bf16(master, model, count);
 }
 
-void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* model, std::size_t count,
-                const SgdScalars& s) {
+void sgd_update(float* master, float* buffer, const float* grad, std::size_t count, const SgdScalars& s) {
   const DefaultFloatMode mode;
   sgd(master, buffer, grad, count, s);
-  if (model != nullptr) to_bf16(master, model, count);
 }
 
 void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count) {

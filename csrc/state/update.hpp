@@ -44,17 +44,14 @@ struct SgdScalars {
   float weight_decay;
 };
 
-// `model` (bf16, may be null) receives the new master rounded to nearest even.
-void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::uint16_t* model,
-                 std::size_t count, const AdamScalars& s);
+void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::size_t count,
+                 const AdamScalars& s);
 
 // `exp_avg` is the momentum. An update of zero leaves its parameter, one that is not a number makes it none.
-void lion_update(float* master, float* exp_avg, const float* grad, std::uint16_t* model, std::size_t count,
-                 const LionScalars& s);
+void lion_update(float* master, float* exp_avg, const float* grad, std::size_t count, const LionScalars& s);
 
 // `buffer` is the momentum; zero before the first step.
-void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* model, std::size_t count,
-                const SgdScalars& s);
+void sgd_update(float* master, float* buffer, const float* grad, std::size_t count, const SgdScalars& s);
 
 // Round to nearest even, NaN to the quiet NaN torch uses.
 void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count);

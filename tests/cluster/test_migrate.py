@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.elastic.engine.compute.message_memory import Berth, GradientMessage
+from megatron.elastic.engine.compute.message_memory import BufferPool, GradientMessage
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.migrate import Migrator
 from tests.cluster.checks import check
@@ -63,18 +63,18 @@ def test_the_messages_to_a_targets_copies_take_the_memory_that_was_prepared_for_
     """The step whose vote ends a migration sends other messages than the steps before it, all of them prepared."""
     prepared: list[GradientMessage] = []
     taken: list[GradientMessage] = []
-    prepare, take = Berth.prepare, Berth.take
+    prepare, take = BufferPool.prepare, BufferPool.take
 
-    def prepares(berth: Berth) -> None:
-        prepare(berth)
-        prepared.append(berth.free[-1])
+    def prepares(buffers: BufferPool) -> None:
+        prepare(buffers)
+        prepared.append(buffers.free[-1])
 
-    def takes(berth: Berth) -> GradientMessage:
-        taken.append(take(berth))
+    def takes(buffers: BufferPool) -> GradientMessage:
+        taken.append(take(buffers))
         return taken[-1]
 
-    monkeypatch.setattr(Berth, "prepare", prepares)
-    monkeypatch.setattr(Berth, "take", takes)
+    monkeypatch.setattr(BufferPool, "prepare", prepares)
+    monkeypatch.setattr(BufferPool, "take", takes)
     check(run("steps=7 seed=1", Program(fenced=move_away)))
     assert prepared, "some rank sends reduced blocks"
     assert set(map(id, prepared)) <= set(map(id, taken)), "the step that names the target takes all of them"

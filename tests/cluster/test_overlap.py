@@ -133,6 +133,6 @@ def test_a_forward_waits_for_the_parameters_of_its_units_alone(monkeypatch: pyte
 
 
 def test_blocks_that_were_not_reduced_are_not_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatePool, "retain_all", lambda pool, key, gradients, room: None)
+    monkeypatch.setattr(StatePool, "retain_all", lambda pool, key, gradients, lender: None)
     with pytest.raises(BaseException, match="blocks are to be shipped that were not reduced"):
         run(f"dp4 steps=1 {BEHIND}")

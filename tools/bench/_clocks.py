@@ -7,12 +7,18 @@ function costs by it is measured first and taken off each call, both of the func
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Clocks"]
+__all__ = ["SKIPPED", "Clocks", "write_counts"]
+
+SKIPPED = 8
+"""Steps before the clocks count: caches, profiles and prefetching settle."""
 
 _EMPTY_CALLS = 2000
 
@@ -69,3 +75,15 @@ class Clocks:
                 self.calls[clock] += 1
 
         return replacement
+
+
+def write_counts(clocks: Clocks, processes: Sequence[float], **more: Any) -> None:
+    """Write the counts of one rank for ``overhead``. ``processes``: CPU seconds of each step, the skipped ones too."""
+    steps = max(1, len(processes) - SKIPPED)
+    report = {
+        "cpu_seconds": {name: spent / steps for name, spent in clocks.spent.items()},
+        "calls": {name: calls / steps for name, calls in clocks.calls.items()},
+        "process_seconds": processes[SKIPPED:],
+        **more,
+    }
+    Path(os.environ["OVERHEAD_OUT"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))

@@ -6,11 +6,8 @@ losses and tokens, which it replaces as well, have no function of their own and 
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
 import time
-from pathlib import Path
 from typing import Any
 
 import megatron.elastic.adaptor
@@ -21,11 +18,9 @@ import megatron.training.training
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from tools.bench._clocks import Clocks
+from tools.bench._clocks import SKIPPED, Clocks, write_counts
+from tools.bench._jobs import PRETRAIN
 
-ROOT = Path(__file__).resolve().parents[2]
-SKIPPED = 8
-"""Steps before the clocks count."""
 CLOCKED: tuple[tuple[object, str, str], ...] = (
     (MegatronOptimizer, "get_grad_norm", "norm"),
     (_ParamAndGradBucketGroup, "check_grads", "finite"),
@@ -51,14 +46,9 @@ def main() -> None:
 
     megatron.training.training.train_step = counted
     try:
-        runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
+        runpy.run_path(PRETRAIN, run_name="__main__")
     finally:
-        steps = max(1, len(processes) - SKIPPED)
-        report = {
-            "cpu_seconds": {name: spent / steps for name, spent in clocks.spent.items()},
-            "process_seconds": processes[SKIPPED:],
-        }
-        Path(os.environ["OVERHEAD_OUT"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+        write_counts(clocks, processes)
 
 
 if __name__ == "__main__":

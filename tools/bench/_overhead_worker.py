@@ -5,12 +5,9 @@ The clocks are those of :mod:`_clocks`.
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
@@ -23,11 +20,8 @@ from megatron.elastic.engine.transaction import shipment
 from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.state.pool import StatePool
-from tools.bench._clocks import Clocks
-
-ROOT = Path(__file__).resolve().parents[2]
-SKIPPED = 8
-"""Steps before the clocks count: caches, profiles and prefetching settle."""
+from tools.bench._clocks import SKIPPED, Clocks, write_counts
+from tools.bench._jobs import PRETRAIN
 
 
 def _whose(pool: StatePool, copy: Any, *_: Any) -> str:
@@ -80,18 +74,10 @@ def main() -> None:
 
     Engine.step = counted  # type: ignore[method-assign]
     try:
-        runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
+        runpy.run_path(PRETRAIN, run_name="__main__")
     finally:
-        counted_steps = max(1, len(steps) - SKIPPED)
-        report = {
-            "cpu_seconds": {name: spent / counted_steps for name, spent in clocks.spent.items()},
-            "calls": {name: calls / counted_steps for name, calls in clocks.calls.items()},
-            "step_seconds": steps[SKIPPED:],
-            "process_seconds": processes[SKIPPED:],
-            "bytes_held": held[0],
-            "parameters": held[1],
-        }
-        Path(os.environ["OVERHEAD_OUT"], f"rank{os.environ['RANK']}.json").write_text(json.dumps(report))
+        more = {"step_seconds": steps[SKIPPED:], "bytes_held": held[0], "parameters": held[1]}
+        write_counts(clocks, processes, **more)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,8 @@ from megatron.elastic.observe.events import EventLog
 from megatron.elastic.runtime import assembly
 from megatron.elastic.runtime.publish import Publisher
 from megatron.elastic.state.record import StepRecord
-from tools.bench._clocks import Clocks
+from tools.bench._clocks import SKIPPED, Clocks
 from tools.bench._jobs import PRETRAIN
-
-SKIPPED = 8
-"""Steps before the clocks count: caches, profiles and prefetching settle."""
 
 
 def _whose(writer: SummaryWriter, tag: str, *_: Any) -> str:

@@ -83,7 +83,7 @@ class Slot:
         self._lasted: dict[str, int] = {}
         self._present = ("", 0)
         self._tails: dict[int, struct.Struct] = {}
-        """What follows the head, by the number of ranks that are waited for."""
+        """Number of ranks waited for → the layout of an activity behind its head."""
 
     @classmethod
     def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:

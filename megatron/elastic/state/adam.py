@@ -106,17 +106,14 @@ def adam_step(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     scalars: AdamScalars,
-    model: torch.Tensor | None = None,
 ) -> None:
     """Update ``master``, ``exp_avg``, ``exp_avg_sq`` in place (fp32 host tensors, same length).
 
-    ``model`` (bf16, optional) receives the rounded new master. Raises ``ValueError``
-    for tensors of another kind.
+    Raises ``ValueError`` for tensors of another kind.
     """
     n = master.numel()
-    target = 0 if model is None else address_of(model, n, torch.bfloat16)
     at, first, second, gradient = (address_of(row, n) for row in (master, exp_avg, exp_avg_sq, grad))
-    _state.adam(at, first, second, gradient, target, n, *scalars.native)
+    _state.adam(at, first, second, gradient, n, *scalars.native)
 
 
 def adam_step_runs(state: torch.Tensor, grad: torch.Tensor, runs: Iterable[tuple[int, int, AdamScalars]]) -> None:
@@ -131,7 +128,7 @@ def adam_step_runs(state: torch.Tensor, grad: torch.Tensor, runs: Iterable[tuple
         if not 0 <= start <= stop <= n:
             raise ValueError(f"elements {start} to {stop} of {n}")
         at, skipped = master + start * grad.element_size(), start * grad.element_size()
-        _state.adam(at, at + row, at + 2 * row, gradient + skipped, 0, stop - start, *scalars.native)
+        _state.adam(at, at + row, at + 2 * row, gradient + skipped, stop - start, *scalars.native)
 
 
 def lion_step(
@@ -139,16 +136,13 @@ def lion_step(
     exp_avg: torch.Tensor,
     grad: torch.Tensor,
     scalars: LionScalars,
-    model: torch.Tensor | None = None,
 ) -> None:
     """Update ``master`` and the momentum ``exp_avg`` in place (fp32 host tensors, same length)."""
     n, s = master.numel(), scalars
-    target = 0 if model is None else address_of(model, n, torch.bfloat16)
     _state.lion(
         address_of(master, n),
         address_of(exp_avg, n),
         address_of(grad, n),
-        target,
         n,
         s.grad_multiplier,
         s.lr,
@@ -163,16 +157,13 @@ def sgd_step(
     buffer: torch.Tensor,
     grad: torch.Tensor,
     scalars: SgdScalars,
-    model: torch.Tensor | None = None,
 ) -> None:
     """Update ``master`` and the momentum ``buffer`` in place (fp32 host tensors, same length)."""
     n, s = master.numel(), scalars
-    target = 0 if model is None else address_of(model, n, torch.bfloat16)
     _state.sgd(
         address_of(master, n),
         address_of(buffer, n),
         address_of(grad, n),
-        target,
         n,
         s.grad_multiplier,
         s.lr,

@@ -34,7 +34,7 @@ from megatron.elastic.state.place import HOST, BlockStore, Place, StagedTensor, 
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
-from megatron.elastic.state.retained import Lent, Part, Retained
+from megatron.elastic.state.retained import Lender, Lent, Part, Retained
 from megatron.elastic.state.step_scalars import StepScalars
 
 __all__ = ["StateError", "StatePool"]
@@ -48,10 +48,6 @@ class StateError(RuntimeError):
 
 Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
 Watcher = Callable[[BlockCopy, GradientKey], None]
-
-
-def _no_room(key: BlockKey) -> Lent | None:
-    return None
 
 
 class StatePool:
@@ -197,12 +193,9 @@ class StatePool:
         self._retained(copy, gradient)
 
     def retain_all(
-        self,
-        gradient: GradientKey,
-        values: Mapping[BlockKey, torch.Tensor],
-        room: Callable[[BlockKey], Lent | None] = _no_room,
+        self, gradient: GradientKey, values: Mapping[BlockKey, torch.Tensor], lender: Lender | None = None
     ) -> None:
-        """Keep the reduced gradients of several blocks, as :meth:`retain` does, where there is ``room`` for them.
+        """Keep the reduced gradients of several blocks, as :meth:`retain` does, where ``lender`` has room for them.
 
         Those of a device go to the owners' place in one piece. Where that is the device, they are kept there, and
         begin to leave for host memory in one piece.
@@ -211,7 +204,7 @@ class StatePool:
             return
         if not self.owners.on_device and all(part.is_cpu for part in values.values()):
             for key, part in values.items():
-                self.retain(key, gradient, part, room(key))
+                self.retain(key, gradient, part, None if lender is None else lender.room(key))
             return
         whole = self.owners.bring(torch.cat(list(values.values())))
         staged, start = self.owners.stage(whole), 0

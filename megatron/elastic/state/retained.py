@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,7 @@ from megatron.elastic.state.intake import digest_of, taken_in
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.place import Staged
 
-__all__ = ["Lent", "Part", "Retained"]
+__all__ = ["Lender", "Lent", "Part", "Retained"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Lent:
 
     values: torch.Tensor
     give_back: Callable[[], None]
+
+
+class Lender(Protocol):
+    """The owner of memory in which gradients of some blocks may be retained."""
+
+    def room(self, key: BlockKey) -> Lent | None:
+        """Return memory for the gradient of ``key``; None if there is none."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Memory of messages is used again by the same blocks once all its users are done, and by nobody before that."""
+"""The memory of a message is free when all its users are done. Then the same blocks use it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def memory() -> MessageMemory:
 
 
 def test_a_message_has_its_blocks_one_after_another_and_checksums_behind_them(memory: MessageMemory) -> None:
-    message = memory.berth((A, C)).take()
+    message = memory.buffers((A, C)).take()
     assert message.whole.numel() == 8 + 24 + 2 * 4
     for number, (part, start) in enumerate(zip(message.parts, (0, 8), strict=True)):
         part.fill_(number + 1)
@@ -33,34 +33,34 @@ def test_a_message_has_its_blocks_one_after_another_and_checksums_behind_them(me
 @given(st.lists(st.sampled_from(["lend", "return"]), max_size=20))
 def test_it_is_free_when_its_last_user_is_done(steps: list[str]) -> None:
     memory = MessageMemory(4)
-    berth, lent = memory.berth((A, B)), list[Lent]()
-    message = berth.take()
+    buffers, lent = memory.buffers((A, B)), list[Lent]()
+    message = buffers.take()
     for step in steps:
         if step == "lend":
             lent.append(message.lend(len(lent) % 2))
             assert lent[-1].values is message.parts[(len(lent) - 1) % 2]
         elif lent:
             lent.pop().give_back()
-        assert not berth.free and berth.take() is not message
+        assert not buffers.free and buffers.take() is not message
     message.let_go()
     while lent:
-        assert not berth.free
+        assert not buffers.free
         lent.pop().give_back()
-    assert berth.free == [message] and memory.bytes_free == 4 * (8 + 16 + 2 * 4)
-    assert berth.take() is message and not memory.bytes_free
+    assert buffers.free == [message] and memory.bytes_free == 4 * (8 + 16 + 2 * 4)
+    assert buffers.take() is message and not memory.bytes_free
 
 
 def test_prepared_memory_is_taken_first_and_for_its_blocks_alone(memory: MessageMemory) -> None:
     for _ in range(2):
-        memory.berth((A,)).prepare()
-    prepared = list(memory.berth((A,)).free)
-    assert {memory.berth((A,)).take(), memory.berth((A,)).take()} == set(prepared)
-    assert memory.berth((C,)).take() not in prepared and memory.berth((A,)).take() not in prepared
+        memory.buffers((A,)).prepare()
+    prepared = list(memory.buffers((A,)).free)
+    assert {memory.buffers((A,)).take(), memory.buffers((A,)).take()} == set(prepared)
+    assert memory.buffers((C,)).take() not in prepared and memory.buffers((A,)).take() not in prepared
 
 
 def test_nothing_is_kept_after_clear_and_nothing_comes_back_to_it(memory: MessageMemory) -> None:
-    memory.berth((A,)).prepare()
-    used = memory.berth((B,)).take()
+    memory.buffers((A,)).prepare()
+    used = memory.buffers((B,)).take()
     memory.clear()
     used.let_go()
-    assert not memory.bytes_free and not memory.berth((B,)).free
+    assert not memory.bytes_free and not memory.buffers((B,)).free

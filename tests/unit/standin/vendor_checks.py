@@ -25,7 +25,7 @@ from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.generation.buckets import Cut
 from megatron.elastic.engine.generation.view import Routes
-from megatron.elastic.engine.transaction.shipment import Shipment, letters_of
+from megatron.elastic.engine.transaction.shipment import Shipment, plan_shipment
 from megatron.elastic.state.device_place import DevicePlace, tensor_kernels
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper
 from tests.standin import device as standin
@@ -271,8 +271,8 @@ def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_wai
     gradients = place.bring(torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_group_rank", lambda group, rank: rank)
-        shipment = Shipment(tools, letters_of(way, Cut((0,), LAYOUT.numel), memory, fabric), key, 0, 7)
-        pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks}, shipment.room)
+        shipment = Shipment(tools, plan_shipment(way, Cut((0,), LAYOUT.numel), memory, fabric), key, 0, 7)
+        pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks}, shipment)
         shipment.advance()
         assert not shipment._leaving, "the device has not come so far"
         end = time.monotonic() + 20

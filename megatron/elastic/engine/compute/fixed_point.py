@@ -15,7 +15,15 @@ import torch
 
 from megatron.elastic import _state
 
-__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "DeviceFixedPoint", "FixedPoint", "HostFixedPoint", "fixed_point"]
+__all__ = [
+    "CONVERTIBLE",
+    "NOT_FINITE",
+    "OUT_OF_RANGE",
+    "DeviceFixedPoint",
+    "FixedPoint",
+    "HostFixedPoint",
+    "fixed_point",
+]
 
 OUT_OF_RANGE, NOT_FINITE = 1, 2
 CONVERTIBLE = 51

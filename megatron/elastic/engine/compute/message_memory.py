@@ -18,7 +18,7 @@ import torch
 from megatron.elastic.state.layout import StateBlock
 from megatron.elastic.state.retained import Lent
 
-__all__ = ["GradientMessage", "MessageMemory"]
+__all__ = ["BufferPool", "GradientMessage", "MessageMemory"]
 
 Blocks = tuple[StateBlock, ...]
 
@@ -51,8 +51,8 @@ class GradientMessage:
             self._free.append(self)
 
 
-class Berth:
-    """The place of one message, which has the same blocks in each step, and memory for it."""
+class BufferPool:
+    """The memory of one message, which has the same blocks in each step."""
 
     def __init__(self, blocks: Blocks, extra: int) -> None:
         self.blocks = blocks
@@ -81,28 +81,28 @@ class Berth:
 
 
 class MessageMemory:
-    """The berths of all messages. Any thread may ask for one and prepare it. ``extra``: values a block."""
+    """The memory of all messages. Any thread may ask for that of one and prepare it. ``extra``: values a block."""
 
     def __init__(self, extra: int) -> None:
         self._extra = extra
-        self._berths: dict[Blocks, Berth] = {}
+        self._pools: dict[Blocks, BufferPool] = {}
         self._lock = threading.Lock()
 
-    def berth(self, blocks: Blocks) -> Berth:
-        """Return the place of the message of ``blocks``: the same until :meth:`clear`."""
+    def buffers(self, blocks: Blocks) -> BufferPool:
+        """Return the memory of the message of ``blocks``: the same until :meth:`clear`."""
         with self._lock:
-            found = self._berths.get(blocks)
+            found = self._pools.get(blocks)
             if found is None:
-                found = self._berths[blocks] = Berth(blocks, self._extra)
+                found = self._pools[blocks] = BufferPool(blocks, self._extra)
             return found
 
     def clear(self) -> None:
-        """Forget all berths; their memory is released with the messages that still use it."""
+        """Forget all pools; their memory is released with the messages that still use it."""
         with self._lock:
-            self._berths = {}
+            self._pools = {}
 
     @property
     def bytes_free(self) -> int:
         """Bytes of the memory that nothing uses."""
         with self._lock:
-            return sum(berth.bytes_free for berth in self._berths.values())
+            return sum(buffers.bytes_free for buffers in self._pools.values())

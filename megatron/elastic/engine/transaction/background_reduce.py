@@ -35,9 +35,8 @@ from megatron.elastic.engine.generation.buckets import Bucket, Cut, buckets_of
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.shipment import Shipment
 from megatron.elastic.engine.transaction.tools import Tools
-from megatron.elastic.state.layout import BlockKey, StateBlock
+from megatron.elastic.state.layout import StateBlock
 from megatron.elastic.state.record import GradientKey
-from megatron.elastic.state.retained import Lent
 
 __all__ = ["BackgroundReduce"]
 
@@ -144,10 +143,7 @@ class BackgroundReduce:
         arena = self._tools.arena
         here = [block for space in bucket.spaces for block in self._owned.get(space, ())]
         gradients = {block.key: arena.block_gradients(block) for block in here}
-        self._tools.pool.retain_all(self._key, gradients, self._room)
-
-    def _room(self, key: BlockKey) -> Lent | None:
-        return None if self.shipment is None else self.shipment.room(key)
+        self._tools.pool.retain_all(self._key, gradients, self.shipment)
 
     # -- after it ------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ class Migrator:
         at, target = self._context, streams.migration.target
         at.views.prepare(view, target.assignment)
         streams.prepare()
-        body.letters_to(target.placement).prepare()
+        body.shipment_to(target.placement).prepare()
         if self._streams is not streams:  # it ended meanwhile: nothing will take this memory
             at.tools.messages.clear()
 

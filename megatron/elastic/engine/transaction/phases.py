@@ -28,26 +28,26 @@ from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
 from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
-from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
 from megatron.elastic.engine.compute.replicas import unequal_replicas
 from megatron.elastic.engine.compute.samples import PieceBatch
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.buckets import Cut, buckets_of
-from megatron.elastic.engine.generation.view import GroupSpan, Routes, View
+from megatron.elastic.engine.generation.view import GroupSpan, View
 from megatron.elastic.engine.settings import OverlapSettings
 from megatron.elastic.engine.transaction.background_gather import BackgroundGather
 from megatron.elastic.engine.transaction.background_reduce import BackgroundReduce
-from megatron.elastic.engine.transaction.shipment import Letters, Shipment, letters_of, way_to
+from megatron.elastic.engine.transaction.block_exchange import exchange_blocks
+from megatron.elastic.engine.transaction.shipment import Shipment, ShipmentPlan, plan_shipment, way_to
 from megatron.elastic.engine.transaction.tools import StepInput, Tools
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.plan.schedule.finishing import finishing_order
 from megatron.elastic.state.certificate import CertificateError
-from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
+from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
-from megatron.elastic.state.retained import Lent
 
 __all__ = ["StepBody"]
 
@@ -77,7 +77,7 @@ class StepBody:
         # Reduced beside the backward, gradients leave bucket by bucket; otherwise all at once.
         self._cut = Cut(self._order, overlap.bucket if overlap.reduce else sys.maxsize)
         tools.messages.clear()  # another generation may have other messages
-        self._letters = letters_of(view.routes, self._cut, tools.messages, tools.fabric)
+        self._shipment_plan = plan_shipment(view.routes, self._cut, tools.messages, tools.fabric)
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
@@ -108,7 +108,7 @@ class StepBody:
         """
         exact, self._shipment = self._tools.exact, None
         if ships and self._tools.pool.snapshot == "gradient":
-            self._shipment = self._sent(self._letters, key, self._verify_interval)
+            self._shipment = self._sent(self._shipment_plan, key, self._verify_interval)
         if exact is None:
             self._background = self._behind(step.step, key) if self.overlap.reduce else None
             return self.compute(step, record, gathering)
@@ -119,8 +119,8 @@ class StepBody:
                 return result
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
-    def _sent(self, letters: Letters, key: GradientKey, interval: int) -> Shipment:
-        return Shipment(self._tools, letters, key, interval, _SHIP_TAG + ((key.step + 1) & 0xFF))
+    def _sent(self, plan: ShipmentPlan, key: GradientKey, interval: int) -> Shipment:
+        return Shipment(self._tools, plan, key, interval, _SHIP_TAG + ((key.step + 1) & 0xFF))
 
     def _behind(self, step: int, key: GradientKey) -> BackgroundReduce:
         """Return what reduces, and ships, the gradients of ``key`` while they are computed."""
@@ -242,11 +242,7 @@ class StepBody:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         here = [block for block in self._view.owned if self._computes(block)]
         gradients = {block.key: tools.arena.block_gradients(block) for block in here}
-        tools.pool.retain_all(key, gradients, self._room)
-
-    def _room(self, key: BlockKey) -> Lent | None:
-        """Return memory for the gradient of an owned block, in the message that takes it to a mirror."""
-        return None if self._shipment is None else self._shipment.room(key)
+        tools.pool.retain_all(key, gradients, self._shipment)
 
     def _reduce_exactly(self, exact: ExactGradients, span: GroupSpan) -> None:
         """Sum the integers of a span, and convert those of this rank's blocks."""
@@ -261,9 +257,11 @@ class StepBody:
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
             for block, gradient in zip(blocks, parts, strict=True):
-                tools.pool.retain(block.key, key, gradient, self._room(block.key))
+                room = None if self._shipment is None else self._shipment.room(block.key)
+                tools.pool.retain(block.key, key, gradient, room)
 
-        self._exchange(
+        exchange_blocks(
+            self._tools,
             self._view.relays.to_owners,
             lambda blocks: torch.cat([tools.arena.block_gradients(block) for block in blocks]).cpu(),
             unpack,
@@ -294,18 +292,18 @@ class StepBody:
         if shipment is None:
             self.disputes = Disputes()
             if named is not self._view.placement:
-                shipment = self._sent(self.letters_to(named), gradient_key, 0)
+                shipment = self._sent(self.shipment_to(named), gradient_key, 0)
             elif self._tools.pool.snapshot == "state":
                 return
             else:
-                shipment = self._sent(self._letters, gradient_key, self._verify_interval)
+                shipment = self._sent(self._shipment_plan, gradient_key, self._verify_interval)
         shipment.complete()
         self.disputes = shipment.disputes
 
-    def letters_to(self, named: Placement) -> Letters:
+    def shipment_to(self, named: Placement) -> ShipmentPlan:
         """Return the messages of this rank's blocks to the copies of the placement ``named``."""
         way = way_to(self._tools, self._view, named)
-        return letters_of(way, self._cut, self._tools.messages, self._tools.fabric)
+        return plan_shipment(way, self._cut, self._tools.messages, self._tools.fabric)
 
     def follow(self, record: StepRecord) -> None:
         """Send updated blocks from owners to mirrors, with their lineage; ``state`` mode only.
@@ -326,7 +324,8 @@ class StepBody:
             for number, (block, state) in enumerate(zip(blocks, parts, strict=True)):
                 pool.adopt(block.key, state.view(3, -1), record, text[32 * number : 32 * (number + 1)])
 
-        self._exchange(self._view.routes, pack, unpack, 3, CHECKSUM_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
+        tag = _SHIP_TAG + 0x200 + (record.version & 0xFF)
+        exchange_blocks(self._tools, self._view.routes, pack, unpack, 3, CHECKSUM_SLOTS, tag)
         dist.barrier(group=self._tools.fabric.world)
 
     def share(self, version: int) -> None:
@@ -337,7 +336,8 @@ class StepBody:
             for block, state in zip(blocks, parts, strict=True):
                 _put(pool, block, state, version)
 
-        self._exchange(
+        exchange_blocks(
+            self._tools,
             self._view.routes,
             lambda blocks: torch.cat([state.reshape(-1) for state in pool.read(block.key for block in blocks)]),
             unpack,
@@ -345,42 +345,6 @@ class StepBody:
             0,
             _SHIP_TAG + 0x100,
         )
-
-    def _exchange(
-        self,
-        way: Routes,
-        pack: Callable[[tuple[StateBlock, ...]], torch.Tensor],
-        unpack: Callable[[tuple[StateBlock, ...], tuple[torch.Tensor, ...], torch.Tensor], None],
-        width: int,
-        extra: int,
-        tag: int,
-        under_way: Callable[[], object] = _nothing,
-    ) -> None:
-        """Send one message from every owner to each rank that its blocks go to.
-
-        It has ``width`` fp32 values an element, followed by ``extra`` values a block. ``under_way`` is called when
-        this rank's messages have begun, if it has any.
-        """
-        tools = self._tools
-        group = tools.fabric.group("mirror", range(tools.fabric.slots))
-        arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
-        for owner, blocks in way.incoming.items():
-            length = sum(width * block.numel + extra for block in blocks)
-            buffer = torch.empty(length, dtype=torch.float32)
-            arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
-        leaving: list[tuple[dist.Work, torch.Tensor]] = []
-        for mirror, blocks in way.outgoing.items():
-            packed = pack(blocks)
-            leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
-        if arriving or leaving:
-            under_way()
-        for work, buffer, blocks, owner in arriving:
-            tools.publish("mirror", (owner,))
-            work.wait()
-            *parts, rest = buffer.split([*(width * block.numel for block in blocks), extra * len(blocks)])
-            unpack(blocks, tuple(parts), rest)
-        for work, _ in leaving:
-            work.wait()
 
     # -- vote ------------------------------------------------------------------
 
@@ -482,7 +446,8 @@ class StepBody:
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
             tools.arena.set_parameters(list(zip(blocks, parts, strict=True)))
 
-        self._exchange(
+        exchange_blocks(
+            self._tools,
             view.relays.from_owners,
             lambda blocks: torch.cat([state[0] for state in tools.pool.read(block.key for block in blocks)]),
             unpack,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.block_checksums import Disputes, block_checksums, disputes
-from megatron.elastic.engine.compute.message_memory import Berth, GradientMessage, MessageMemory
+from megatron.elastic.engine.compute.message_memory import BufferPool, GradientMessage, MessageMemory
 from megatron.elastic.engine.generation.buckets import Cut, messages_of
 from megatron.elastic.engine.generation.view import Routes, View, routes
 from megatron.elastic.engine.transaction.tools import Tools
@@ -28,35 +28,35 @@ from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.retained import Lent
 
-__all__ = ["Letters", "Shipment", "letters_of", "way_to"]
+__all__ = ["Shipment", "ShipmentPlan", "plan_shipment", "way_to"]
 
 
 @dataclass(frozen=True)
-class Letters:
+class ShipmentPlan:
     """The messages of one rank, by peer."""
 
     group: dist.ProcessGroup
     numbers: Mapping[int, int]
     """Peer → its rank in the group."""
-    outgoing: Mapping[int, tuple[Berth, ...]]
-    incoming: Mapping[int, tuple[Berth, ...]]
+    outgoing: Mapping[int, tuple[BufferPool, ...]]
+    incoming: Mapping[int, tuple[BufferPool, ...]]
 
     def prepare(self) -> None:
         """Allocate memory for all of them beside earlier steps. On any thread."""
-        for berths in (*self.outgoing.values(), *self.incoming.values()):
-            for berth in berths:
-                berth.prepare()
+        for pools in (*self.outgoing.values(), *self.incoming.values()):
+            for buffers in pools:
+                buffers.prepare()
 
 
-def letters_of(way: Routes, cut: Cut, memory: MessageMemory, fabric: Fabric) -> Letters:
+def plan_shipment(way: Routes, cut: Cut, memory: MessageMemory, fabric: Fabric) -> ShipmentPlan:
     """Return the messages in which this rank's blocks go their ``way``, in one generation of ``fabric``."""
 
-    def berths(by_peer: Mapping[int, tuple[StateBlock, ...]]) -> dict[int, tuple[Berth, ...]]:
-        return {peer: tuple(map(memory.berth, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
+    def pools(by_peer: Mapping[int, tuple[StateBlock, ...]]) -> dict[int, tuple[BufferPool, ...]]:
+        return {peer: tuple(map(memory.buffers, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
 
     group = fabric.group("mirror", range(fabric.slots))
     numbers = {peer: dist.get_group_rank(group, peer) for peer in (*way.outgoing, *way.incoming)}
-    return Letters(group, numbers, berths(way.outgoing), berths(way.incoming))
+    return ShipmentPlan(group, numbers, pools(way.outgoing), pools(way.incoming))
 
 
 def way_to(tools: Tools, view: View, named: Placement) -> Routes:
@@ -71,12 +71,12 @@ def way_to(tools: Tools, view: View, named: Placement) -> Routes:
 class Shipment:
     """See the module docstring. ``interval``: of comparisons. It receives from :meth:`post` on."""
 
-    def __init__(self, tools: Tools, letters: Letters, key: GradientKey, interval: int, tag: int) -> None:
+    def __init__(self, tools: Tools, plan: ShipmentPlan, key: GradientKey, interval: int, tag: int) -> None:
         self._tools, self._key, self._interval, self._tag = tools, key, interval, tag
-        self._letters = letters
+        self._plan = plan
         self.disputes = Disputes()
         """Copies of this rank that differ from their owners'."""
-        self._outgoing = {peer: deque([berth.take() for berth in berths]) for peer, berths in letters.outgoing.items()}
+        self._outgoing = {peer: deque([buffers.take() for buffers in pools]) for peer, pools in plan.outgoing.items()}
         self._rooms: dict[BlockKey, tuple[GradientMessage, int]] = {}
         for messages in self._outgoing.values():
             for message in messages:
@@ -86,12 +86,12 @@ class Shipment:
 
     def post(self) -> None:
         """Post the receives, so that what comes is taken in beside other work."""
-        for owner, berths in self._letters.incoming.items():
-            self._arriving[owner] = deque([self._posted(owner, berth.take()) for berth in berths])
+        for owner, pools in self._plan.incoming.items():
+            self._arriving[owner] = deque([self._posted(owner, buffers.take()) for buffers in pools])
 
     def _posted(self, owner: int, message: GradientMessage) -> tuple[dist.Work, GradientMessage]:
-        letters = self._letters
-        return letters.group.recv([message.whole], letters.numbers[owner], self._tag), message
+        plan = self._plan
+        return plan.group.recv([message.whole], plan.numbers[owner], self._tag), message
 
     def room(self, key: BlockKey) -> Lent | None:
         """Return the memory of a message for the gradient of an owned block; None if it goes to no mirror."""
@@ -101,14 +101,11 @@ class Shipment:
     def advance(self) -> None:
         """Send the messages whose sums are in host memory, and take in those that have come. Raises ``CommError``."""
         for peer, messages in self._outgoing.items():
-            while messages and self._is_reduced(messages[0]) and self._is_here(messages[0]):
+            while messages and self._is_here(messages[0]):
                 self._send(peer, messages.popleft())
         for arriving in self._arriving.values():
             while arriving and arriving[0][0].is_completed():
                 self._take(*arriving.popleft())
-
-    def _is_reduced(self, message: GradientMessage) -> bool:
-        return all(self._key in self._tools.pool.get(block.key).gradients for block in message.blocks)
 
     def _is_here(self, message: GradientMessage) -> bool:
         return all(self._tools.pool.get(block.key).has_come(self._key) for block in message.blocks)
@@ -122,8 +119,8 @@ class Shipment:
             if retained.values is not part:
                 part.copy_(retained.on_host())
         message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
-        letters = self._letters
-        self._leaving.append((letters.group.send([message.whole], letters.numbers[peer], self._tag), message))
+        plan = self._plan
+        self._leaving.append((plan.group.send([message.whole], plan.numbers[peer], self._tag), message))
 
     def _take(self, work: dist.Work, message: GradientMessage) -> None:
         work.wait()
