@@ -428,6 +428,7 @@ def walk(
         seconds=faults[-1].wall - faults[0].wall,
     )
     print(walked, flush=True)
+    assert all(r.fields["rehearsed_seconds"] is not None for r in result.of("ready")), "each return was rehearsed"
     assert walked.deviation < ROUNDING, f"losses deviate by {walked.deviation}"
     return walked
 

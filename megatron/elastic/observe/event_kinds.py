@@ -173,6 +173,8 @@ class ReadyEvent(LogEvent):
     """A rank that comes later has run everything up to its admission, and waits for it."""
 
     kind: ClassVar[str] = "ready"
+    rehearsed_seconds: float | None
+    """Time of the rehearsal of its first pass; None: there was none."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.hardware import OwnerMemory, survey
@@ -63,10 +64,11 @@ def found(links: Links, job: EngineParts) -> Engine:
     return engine
 
 
-def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
+def join(links: Links, job: EngineParts, forward_step: ForwardStep | None = None) -> tuple[Engine, JoinState]:
     """Wait to be admitted, take over the members' context, and return the engine; for newcomers.
 
-    The arena is made, and the rest rehearsed, before any member waits. Raises ``ValueError`` if the model or the bits
+    The arena is made, and the rest rehearsed, before any member waits; ``forward_step`` is for that rehearsal
+    (:mod:`~megatron.elastic.runtime.warm_up`). Raises ``ValueError`` if the model or the bits
     of the device are not the job's, :class:`JobGone` if the job has ended.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
@@ -74,10 +76,10 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     own = build_layouts(catalog, job.config.block_bytes)
     known = dict(own)
     arena = Arena(job.interface, known, built(catalog, job.launch_topology, fabric.rank))
-    rehearse(links, job, catalog, arena)
+    rehearsed_seconds = rehearse(links, job, catalog, arena, forward_step)
     place = device_place(select())
     unlike = () if place is None or job.config.state == "host" else differing(place)
-    links.events.write(ReadyEvent())
+    links.events.write(ReadyEvent(rehearsed_seconds))
     ahead = EarlyLinks(fabric, timeout, links.threads)
     links.membership.watch_members(ahead.members_are)
     while True:

@@ -18,13 +18,14 @@ from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.state_catalog import build_layouts, built, own_catalog
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome, examine
 from megatron.elastic.observe.events import EventLog, read_events
-from megatron.elastic.plan.model import Grid, Profile, UnitCost
+from megatron.elastic.plan.model import Grid, Piece, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
@@ -36,9 +37,17 @@ UNITS = 8
 
 
 class OfAStage(EmulatedModel):
-    """Layers of ``units`` alone, of which each has values of its own."""
+    """Layers of ``units`` alone, of which each has values of its own. Says with which it computed what ``ran``."""
 
     units: Sequence[int] = ()
+    stumbles = False
+
+    def forward(self, step: Any, piece: Piece, *given: Any) -> torch.Tensor | LossOutput:
+        output = super().forward(step, piece, *given)
+        step(iter(()), [(unit, piece.rows) for unit in range(piece.first, piece.end)])
+        if self.stumbles:
+            raise RuntimeError("no such kernel")
+        return output
 
     def held_units(self) -> tuple[int, ...]:
         return tuple(self.units)
@@ -69,10 +78,16 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[CertificateOutcome]()
     with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):
-        rehearse(links, job, catalog, arena)
+        ran = list[tuple[int, tuple[int, ...]]]()
+        seconds = [rehearse(links, job, catalog, arena, cast(Any, lambda _, units: ran.extend(units)))]
         loaded = set(sys.modules)
-        rehearse(links, job, catalog, arena)
+        seconds += [rehearse(links, job, catalog, arena)]
+        cast(OfAStage, job.interface).stumbles = True
+        seconds += [rehearse(links, job, catalog, arena, cast(Any, lambda *_: None))]
     return {
+        "ran": ran,
+        "rehearsed": [spent is not None for spent in seconds],
+        "gradients": int(arena.gradients.count_nonzero()),
         "same": torch.equal(before, arena.parameters) and storage == arena.parameters.data_ptr(),
         "alive": fabric.alive,
         "loaded later": sorted(set(sys.modules) - loaded),
@@ -92,5 +107,10 @@ def test_a_newcomer_or_a_spare_rehearses_in_any_place_of_any_layout_and_leaves_n
         told = ranks.results([0])[0]
     assert told["same"] and told["alive"] == (rank,)
     assert told["loaded later"] == []
-    assert told["certificates"] == 2 and told["findings"], "statements are compared, and the others' are missed"
+    place = 0 if rank >= tensor * pipeline * data else rank // (tensor * data)
+    held = range(UNITS * place // pipeline, UNITS * (place + 1) // pipeline)
+    assert sorted(unit for unit, _ in told["ran"]) == list(held), "one micro-batch passes each layer of its stage"
+    assert all(len(rows) == 1 for _, rows in told["ran"])
+    assert told["rehearsed"] == [True, False, False] and told["gradients"] == 0
+    assert told["certificates"] == 3 and told["findings"], "statements are compared, and the others' are missed"
     assert list(read_events(tmp_path)) == []

@@ -44,7 +44,7 @@ EVENTS = [
     GenerationEvent(3, "loss", (0, 1, 3), lost=(2,), parked=(3,)),
     RankLostEvent(2, 0, "node-a", "signal SIGKILL", 7, ("Traceback", "boom ü"), (2, 3), stage=1, replica=0),
     PlanEvent(7, "ab12", ((0, 1, 0, 4), (1, 2, 0, 4)), {"1": 6, "2": 2}, ("instant",), 0.002),
-    ReadyEvent(),
+    ReadyEvent(0.05),
     PhasesEvent(7, {"compute": 12_000_000, "reduce": 5}, applied=((7, 6, 3, 0),)),
     RecoveryEvent(7, "re-run", {"decide": 0.01, "edit": 0.2}),
     MigrationEvent(8, 6, 2, 4, 595_200, 0.29, 0.001),

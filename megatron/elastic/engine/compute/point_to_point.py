@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.elastic.engine.compute.sequence_cut import Run, length_of
 
-__all__ = ["BoundaryTransport", "Receipt", "started"]
+__all__ = ["BoundaryTransport", "Receipt", "Unanswered", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -93,6 +93,19 @@ class BoundaryTransport:
     def abandon(self) -> None:
         """Forget messages in flight, because their generation is void."""
         self._sent.clear()
+
+
+class Unanswered(BoundaryTransport):
+    """The transport of a rank without peers: what it sends is dropped, what it receives are zeros."""
+
+    def send(self, rows: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> None:
+        """Send nothing."""
+
+    def receive(
+        self, buffer: torch.Tensor, parts: Iterable[tuple[int, tuple[Run, ...]]], step: int, edge: int, backward: bool
+    ) -> Receipt:
+        """Return a receipt for zeros."""
+        return Receipt(buffer.zero_(), (), self.blocking)
 
 
 def _tag(step: int, edge: int, backward: bool) -> int:

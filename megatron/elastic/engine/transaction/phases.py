@@ -62,7 +62,14 @@ def _nothing() -> None:
 class StepBody:
     """The phases of steps within one generation."""
 
-    def __init__(self, tools: Tools, view: View, overlap: OverlapSettings, verify_interval: int = 0) -> None:
+    def __init__(
+        self,
+        tools: Tools,
+        view: View,
+        overlap: OverlapSettings,
+        verify_interval: int = 0,
+        transport: type[BoundaryTransport] = BoundaryTransport,
+    ) -> None:
         self._tools = tools
         self.overlap = overlap
         self._verify_interval = verify_interval
@@ -78,7 +85,7 @@ class StepBody:
         self._cut = Cut(self._order, overlap.bucket if overlap.reduce else sys.maxsize)
         tools.messages.clear()  # another generation may have other messages
         self._shipment_plan = plan_shipment(view.routes, self._cut, tools.messages, tools.fabric)
-        self._transport = BoundaryTransport(
+        self._transport = transport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
         self._executor = (

@@ -23,6 +23,7 @@ from megatron.training.checkpointing import load_checkpoint
 
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.compute.samples import SampleSource
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.view import View
@@ -46,6 +47,7 @@ from megatron.elastic.mcore.checkpoint.verifying import verified
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.evaluation import Evaluated, EvaluatedSet, batches_of, test_set, validation_sets
+from megatron.elastic.mcore.loop.first_pass import rehearsed
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.delayed_scales import delayed_scaling
@@ -225,11 +227,14 @@ class Setup:
             self._resume(scheduler, None)
         return model, self._optimizer, scheduler
 
-    def admitted(self) -> Mapping[str, Any]:
-        """Wait until the members admit this newcomer, make the engine, and return the members' counters."""
+    def admitted(self, forward_step: ForwardStep, source: SampleSource | None) -> Mapping[str, Any]:
+        """Wait until the members admit this newcomer, make the engine, and return the members' counters.
+
+        ``forward_step`` and ``source``: those of the loop, for a rehearsal before that.
+        """
         if self._job is None:
             raise RuntimeError("a newcomer cannot be admitted before its model is set up")
-        engine, join_state = join(self.links, self._job)
+        engine, join_state = join(self.links, self._job, rehearsed(forward_step, source))
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
         assert self._schedule is not None

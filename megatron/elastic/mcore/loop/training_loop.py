@@ -19,7 +19,8 @@ from megatron.training import get_args
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.requests import Request
-from megatron.elastic.engine.compute.samples import StepAddress
+from megatron.elastic.engine.compute.model_interface import ForwardStep
+from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
@@ -103,13 +104,17 @@ class TrainingLoop:
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            return original(*args, **kwargs)
+            call = bound(original, args, kwargs)
+            self._begin(call["forward_step_func"], _of_chunks(call["train_data_iterator"]))
+            return original(**call)
 
         return replacement
 
-    def _begin(self) -> None:
-        """Begin the loop: from now on state survives a loss; a newcomer is admitted here. Idempotent."""
+    def _begin(self, forward_step: ForwardStep, source: SampleSource | None) -> None:
+        """Begin the loop: from now on state survives a loss; a newcomer is admitted here. Idempotent.
+
+        ``forward_step`` and ``source`` are the loop's; a newcomer rehearses its first step with them.
+        """
         if self._begun:
             return
         self._begun = True
@@ -117,7 +122,7 @@ class TrainingLoop:
             self._engine.agreement.membership.request(Request.BEGIN)
             self._counters.begin()
         else:
-            self._counters.take(self._setup.admitted())
+            self._counters.take(self._setup.admitted(forward_step, source))
             self._came_later = True
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,9 +186,9 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            self._begin()
             settings = get_args()
             reading: EvaluatedSet = _of_chunks(call["data_iterator"])
+            self._begin(call["forward_step_func"], reading.source)
             size, first = batch_size(settings), reading.first()
             addresses = [StepAddress(first + number * size, size) for number in range(reading.batches)]
             sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)

@@ -161,7 +161,7 @@ class CrewDispatcher:
     def _exchanged_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """Return [rank, place of an expert] → number of rows, from all ranks of the crew."""
         group = self._group
-        everyone = counts.new_empty((len(self._crew.ranks), counts.numel()))
+        everyone = counts.new_zeros((len(self._crew.ranks), counts.numel()))  # a rank without peers hears no others
         if group is None:
             return everyone.copy_(counts.unsqueeze(0))
         dist.all_gather_into_tensor(everyone.view(-1), counts, group=group)
