@@ -441,10 +441,14 @@ class ClusterGroup(Seated, dist.ProcessGroup):
         return _Work()
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        rows = self._from_all(f"all_gather of {tuple(inputs[0].shape)}", inputs[0])
-        for seat, row in zip(self.seating.seats(), rows, strict=True):
-            outputs[0][seat].copy_(row)
-        return _Work()
+        living, seats = self.seating.living, self.seating.seats()
+
+        def finish(found: dict[int, Any]) -> None:
+            for seat, rank in zip(seats, living, strict=True):
+                outputs[0][seat].copy_(found[rank])
+
+        parts = dict.fromkeys(living, inputs[0])
+        return self.begin_exchange(f"all_gather of {tuple(inputs[0].shape)}", parts, living, finish)
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         self._from_all("barrier", None)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from megatron.elastic.engine.transaction import certify
+from megatron.elastic.engine.transaction.certificates import statement
+from megatron.elastic.state.certificate import CertificateError, Statement
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, run
+from tests.scenario.scenario import parse
 
 SOON = "back=0.02"
 """Some hundreds of turns."""
@@ -31,6 +38,40 @@ def test_at_a_boundary(rank: int) -> None:
     assert lives(cluster, rank) == [1]
     check(cluster, settled=True)
     assert everybody_is_back(cluster)
+
+
+def computes_before(cluster: Cluster, newcomer: int) -> bool:
+    """Return whether a member was computing the first step with ``newcomer`` when that one came to take part."""
+    passed = [(at.rank, at.point) for at in cluster.passed]
+    admitted = max(number for number, (_, point) in enumerate(passed) if point == "in_recovery_promote")
+    came = passed.index((newcomer, "in_join"))
+    return any(rank != newcomer and point == "mid_forward" for rank, point in passed[admitted:came])
+
+
+def test_members_compute_while_the_newcomer_takes_over_their_context() -> None:
+    """They have the parameters that it lacks, and examine the certificate before they vote."""
+    clusters = [run(f"steps=8 seed={seed} back=0.02 kill:rank=1,step=1,point=after_reduce") for seed in range(8)]
+    for cluster in clusters:
+        assert lives(cluster, 1) == [1]
+        check(cluster)
+    assert any(computes_before(cluster, 1) for cluster in clusters)
+
+
+def test_what_a_newcomer_says_is_examined_before_the_first_vote_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(parse(f"steps=12 seed=3 {SOON} kill:rank=1,step=1,point=after_reduce"))
+
+    def with_another_seed(*given: Any) -> Statement:
+        mine = statement(*given)
+        returned = mine.rank == 1 and any(process.incarnation for process in cluster.processes)
+        return replace(mine, random_key=(8, mine.random_key[1])) if returned else mine
+
+    monkeypatch.setattr(certify, "statement", with_another_seed)
+    with pytest.raises(CertificateError, match="random"):
+        cluster.go()
+    newcomer = next(process for process in cluster.processes if process.incarnation)
+    assert newcomer.engine is not None and not newcomer.results
+    admitted = newcomer.engine.context.settled_at
+    assert all(process.engine.record.version == admitted for process in cluster.processes[2:] if process.engine)
 
 
 def test_within_the_step_that_waits_for_it() -> None:

@@ -97,6 +97,7 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
         record.to_json(),
         EntryPoint(0, True, 0, {}, {}),
         False,
+        True,
         (),
         "",
     )

@@ -73,6 +73,7 @@ def join_state() -> JoinState:
         record.to_json(),
         EntryPoint(2, True, 7, ended, {1: "why"}),
         False,
+        True,
         ("lm loss",),
         '{"n": 123456789012345678901234567890}',
     )

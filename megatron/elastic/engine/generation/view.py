@@ -32,6 +32,7 @@ __all__ = [
     "View",
     "block_index",
     "build_view",
+    "have_parameters",
     "routes",
     "shared_runs",
     "unit_groups",
@@ -305,6 +306,13 @@ def _silent(follows: bool, arena: Arena) -> tuple[tuple[int, int], ...]:
                 joined = bool(ranges) and ranges[-1][1] == start
                 ranges.append((ranges.pop()[0] if joined else start, stop))
     return tuple(ranges)
+
+
+def have_parameters(before: Iterable[UnitGroup], now: Iterable[UnitGroup], newcomers: Collection[int]) -> bool:
+    """Return whether the holders of ``now``, newcomers apart, were holders ``before``, at least one of each group."""
+    held = {(group.unit, group.shard): frozenset(group.holders) for group in before}
+    members = {(group.unit, group.shard): frozenset(group.holders).difference(newcomers) for group in now}
+    return all(ranks and ranks <= held.get(key, frozenset()) for key, ranks in members.items())
 
 
 def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]:

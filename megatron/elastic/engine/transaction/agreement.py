@@ -12,7 +12,7 @@ loss raises a ``CommError``; the caller then calls again with a new report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
@@ -70,6 +70,9 @@ class RecoveryOutcome:
     lost_steps: int
     """Number of committed steps that some survivor knows and that cannot be kept."""
     oldest_parameters: int
+    """Version that the parameters of all members but newcomers have at least; -1 if some may lack some."""
+    between_steps: bool
+    """True if all members come from the boundary between two steps, at which a newcomer is let in."""
     failures: Mapping[int, str]
     """Phase → why a fenced action failed on some member and therefore fails on every rank."""
     promoted: tuple[BlockKey, ...]
@@ -121,7 +124,7 @@ class Agreement:
         # A rank that held its parameters for another assignment may lack some now. This need not be the assignment that
         # the record names: a generation that was abandoned may have had one of its own, and gathered all of them.
         held_for = {r.held_for for r in reports.values()}
-        undefined = held_for != {assignment.digest()} or lost_steps > 0 or bool(newcomers(decision))
+        undefined = held_for != {assignment.digest()} or lost_steps > 0
         configuration = Configuration(promotion.placement, assignment)
         view = self.views.build_view(decision, configuration, resolution.record, named.assignment, reports)
         seconds["plan"] = self.threads.monotonic() - started
@@ -136,6 +139,7 @@ class Agreement:
             lost_steps=lost_steps,
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if undefined else min(r.parameters for r in reports.values()),
+            between_steps=_between_steps(reports.values()),
             failures=_failures(reports),
             promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
@@ -197,6 +201,11 @@ class Agreement:
 def _without_copies(held: Holdings) -> Holdings:
     """The report of a rank that joined after the last vote, without copies: it receives its copies again."""
     return Holdings(held.rank, records=held.records, statistics=held.statistics)
+
+
+def _between_steps(reports: Collection[Report]) -> bool:
+    """Return whether all members report from a boundary: only there is no phase under way."""
+    return len({report.phase for report in reports}) == 1 and not any(report.under_way for report in reports)
 
 
 def _failures(reports: Mapping[int, Report]) -> dict[int, str]:

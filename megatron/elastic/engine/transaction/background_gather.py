@@ -7,6 +7,9 @@ such wait is one for a forward of another rank.
 Until all units are there, this rank's parameters count as those of the version before (``Context.parameters``),
 and the arena as not filled. After a loss in between the survivors gather them again, and nothing is computed with a
 mixture (rule 31). Whatever else reads parameters first waits for all of them (:meth:`BackgroundGather.complete`).
+
+A rank may take part only for others, which lack the parameters that it has: newcomers. What it receives is what it
+has, so its forward does not wait.
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ __all__ = ["BackgroundGather"]
 
 
 class BackgroundGather:
-    """See the module docstring. ``buckets``: in the order of all ranks; own blocks are in the arena already."""
+    """See the module docstring. ``buckets``: in the order of all ranks; own blocks are in the arena already.
 
-    def __init__(self, tools: Tools, buckets: Sequence[Bucket], version: int) -> None:
+    ``for_others``: this rank has the parameters of that version.
+    """
+
+    def __init__(self, tools: Tools, buckets: Sequence[Bucket], version: int, for_others: bool = False) -> None:
         self.version = version
         self._tools = tools
+        self._for_others = for_others
         self._under_way: dict[int, list[tuple[Bucket, dist.Work]]] = {}
-        tools.arena.filled = False
+        tools.arena.filled = for_others
         for bucket in buckets:
             if len(bucket.members) > 1:
                 values = tools.arena.parameters[bucket.start : bucket.stop]
@@ -42,7 +49,7 @@ class BackgroundGather:
 
     def wait_for(self, unit: int) -> None:
         """Return when the parameters of ``unit`` are those of the version, shared ones too. Raises ``CommError``."""
-        if not self._uncollected:
+        if self._for_others or not self._uncollected:
             return
         began = time.monotonic_ns()
         compute_units = self._tools.interface.compute_units

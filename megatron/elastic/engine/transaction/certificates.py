@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.exchange import Exchange, begin_exchange, gather_messages
 from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.tools import Tools
+from megatron.elastic.platform.threads import Threads
 from megatron.elastic.state.certificate import (
     Certificate,
     CertificateError,
@@ -37,7 +38,9 @@ __all__ = [
     "ALL_BYTES",
     "LOOKED_AT_BYTES",
     "CertificateOutcome",
+    "Examination",
     "Transition",
+    "begin_examination",
     "examine",
     "examine_memory",
     "looked_at",
@@ -125,18 +128,52 @@ def examine(
 
     ``saved``: hashes of the contents of a loaded checkpoint, equal on every rank.
     """
-    began, step = tools.threads.monotonic(), mine.record.version
-    texts = gather_messages(tools.fabric, str, mine.text)
-    statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
-    due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
-    rows = view.plan.grid.global_batch_size
-    try:
-        # Right after a loss the only copy may be on a rank that does not compute its unit.
-        parked = transition != "start"
-        passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped, saved)
-    except CertificateError as error:
-        return CertificateOutcome(transition, step, tools.threads.monotonic() - began, None, error.findings)
-    return CertificateOutcome(transition, step, tools.threads.monotonic() - began, passed)
+    return begin_examination(tools, view, groups, mine, transition, saved).complete()
+
+
+def begin_examination(
+    tools: Tools,
+    view: View,
+    groups: tuple[UnitGroup, ...],
+    mine: Statement,
+    transition: Transition,
+    saved: Mapping[BlockKey, str] = MappingProxyType({}),
+) -> Examination:
+    """Begin :func:`examine`, and return at once. Collective, and completed at one place on all ranks."""
+    began = tools.threads.monotonic()
+    exchange = begin_exchange(tools.fabric, str, mine.text)
+    spent = tools.threads.monotonic() - began
+    return Examination(tools.threads, view, groups, mine.record.version, transition, saved, exchange, spent)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """An examination under way, of the statements made under ``view``."""
+
+    threads: Threads
+    view: View
+    groups: tuple[UnitGroup, ...]
+    step: int
+    transition: Transition
+    saved: Mapping[BlockKey, str]
+    exchange: Exchange
+    spent: float
+    """Seconds that this rank spent on its begin."""
+
+    def complete(self) -> CertificateOutcome:
+        """Wait for all statements and certify them. Raises ``CommError``."""
+        began, view, passed, findings = self.threads.monotonic(), self.view, None, tuple[str, ...]()
+        statements = {rank: Statement.from_json(text) for rank, text in self.exchange.complete().items()}
+        due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
+        rows = view.plan.grid.global_batch_size
+        try:
+            # Right after a loss the only copy may be on a rank that does not compute its unit.
+            parked = self.transition != "start"
+            passed = certify(statements, self.groups, due, rows, view.living, parked, view.plan.skipped, self.saved)
+        except CertificateError as error:
+            findings = error.findings
+        seconds = self.spent + self.threads.monotonic() - began
+        return CertificateOutcome(self.transition, self.step, seconds, passed, findings)
 
 
 def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) -> CertificateOutcome:

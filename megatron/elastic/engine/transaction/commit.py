@@ -202,6 +202,7 @@ class StepCommit:
         samples = f"{address} left out" if attempt.step.left_out else str(address)
         tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, samples)
         with at.timer.phase("vote"):
+            self._certifier.conclude()
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
             tally.rates = rates if at.tools.fabric.rank == at.view.living[0] else ()
             layout = VoteLayout(

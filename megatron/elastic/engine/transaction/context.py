@@ -88,6 +88,10 @@ class Context:
             self.parameters = -1  # units that were moved here have no parameters yet
         self.view = self.views.with_configuration(self.view, configuration)
 
+    def know_keys(self) -> None:
+        """Take the names of the reported values as exchanged: all ranks have voted, or have them from one that has."""
+        self._keys_of = self.view.generation
+
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]], anew: bool = False) -> tuple[str, ...]:
         """Return the names of the reported values, ascending. Collective once a generation, and if ``anew``."""
         if anew or self._keys_of != self.view.generation:

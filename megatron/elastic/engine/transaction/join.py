@@ -6,6 +6,9 @@ without it, they admit it at once (:mod:`wait_for_ranks`). One :class:`JoinState
 layouts, the placement, the record, its place in the loop and the host's counters. The gather
 that follows gives it parameters, and it computes from then on. It receives state blocks with
 the next migration and owns none before.
+
+At a boundary members do not wait for the newcomer: they have the parameters. They take part in its gather
+and exchange statements for the certificate while they compute, and examine these before they vote.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class JoinState:
     """Its place in the host's loop."""
     step_committed: bool
     """True if the step it begins with is committed, so that only update and gather remain."""
+    between_steps: bool
+    """True if it is admitted at a boundary, so that its certificate is examined before the next vote."""
     report_keys: tuple[str, ...]
     host: str
     """The host's own counters, as text that the engine does not read."""

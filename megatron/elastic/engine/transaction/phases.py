@@ -432,8 +432,8 @@ class StepBody:
         tools.arena.collect()
         tools.arena.filled = True
 
-    def begin_gather(self, step: int) -> BackgroundGather:
-        """Begin the gather, for the next forward to wait for unit by unit."""
+    def begin_gather(self, step: int, for_others: bool = False) -> BackgroundGather:
+        """Begin the gather, for the next forward to wait for unit by unit; not if it is ``for_others`` alone."""
         tools = self._tools
         self._fill(step)
         tools.reach("mid_gather", step)
@@ -441,7 +441,7 @@ class StepBody:
         shared = units[tools.interface.compute_units :]
         cut = Cut((*shared, *units[: tools.interface.compute_units]), self.overlap.bucket)
         buckets = buckets_of(self._view.spans, tools.arena.slices, cut, tools.interface.compute_units)
-        return BackgroundGather(tools, buckets, step)
+        return BackgroundGather(tools, buckets, step, for_others)
 
     def _fill(self, step: int, came: Collection[int] = ()) -> None:
         """Write the masters of this rank's blocks into the arena, and bring those of owners elsewhere to delegates."""

@@ -22,6 +22,7 @@ from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.report import Report, first_open, newcomers, reports_of
+from megatron.elastic.engine.generation.view import View, have_parameters
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.commit import StepCommit
@@ -76,8 +77,10 @@ class Recovery:
         """
         at = self._context
         started = at.tools.threads.monotonic()
-        at.abandon_gather()
         while True:
+            before = at.view
+            at.abandon_gather()
+            self._certifier.drop()
             try:
                 self._explain(error)
                 at.timer.enter(RECOVER)
@@ -88,7 +91,7 @@ class Recovery:
                 self._program.failures.update(outcome.failures)
                 at.view, at.needs_rebalance = view, True
                 at.tools.reach("in_recovery_promote", at.record.version)
-                self._settle(outcome)
+                self._settle(outcome, before)
                 at.tools.reach("in_recovery_resume", at.record.version)
                 at.injector.settle()
                 at.listener.settled(outcome, at.view, at.tools.threads.monotonic() - started)
@@ -142,8 +145,8 @@ class Recovery:
         self._step_commit.void()
         self._program.done = False
 
-    def _settle(self, outcome: RecoveryOutcome) -> None:
-        """Bring every survivor to the same version, with matching parameters."""
+    def _settle(self, outcome: RecoveryOutcome, before: View) -> None:
+        """Bring every survivor to the same version, with matching parameters. ``before``: the view until now."""
         at, resolution = self._context, outcome.resolution
         record, pool = resolution.record, at.tools.pool
         assert record is not None, "only a lost state has no record"
@@ -161,12 +164,15 @@ class Recovery:
         at.listener.recorded(record, at.view, "decision", resolution=resolution)
         at.history.enter(at.view.configuration)
         if outcome.newcomers:
-            send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(outcome.first_open))
+            place = outcome.first_open, outcome.between_steps
+            send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(*place))
         self._rebalancer.renew()
         pool.discard(resolution.gradient_key, record.version)
         # All ranks gather if one has to: an interrupted gather left some parameters at an older version.
         at.parameters = min(outcome.oldest_parameters, record.version)
         self._step_commit.update()
+        if outcome.newcomers:
+            self._fill_newcomers(outcome, before)
         refused = None
         if revote:
             refused = self._vote_again(resolution.gradient_key)
@@ -175,13 +181,26 @@ class Recovery:
             self._step_commit.void()
         self._step_commit.finish(catching_up=True)
         at.settled_at = at.record.version
-        if outcome.newcomers:
+        if outcome.newcomers and outcome.between_steps:
+            self._certifier.begin("join", self._every_block())
+            at.know_keys()
+        elif outcome.newcomers:
             self._certifier.certify("join", self._every_block())
         else:
             self._certifier.certify("recovery", outcome.promoted)
         self._migrator.replenish()
         if refused is not None:
             raise refused
+
+    def _fill_newcomers(self, outcome: RecoveryOutcome, before: View) -> None:
+        """Gather parameters with the newcomers; members that have them all wait for that in the next step only."""
+        at = self._context
+        groups = at.views.groups(before), at.views.groups(at.view)
+        whole = at.parameters == at.record.version and have_parameters(*groups, outcome.newcomers)
+        beside = whole and outcome.between_steps
+        at.gathering = at.body.begin_gather(at.record.version, for_others=beside)
+        if not beside:
+            at.settle_parameters()
 
     def _vote_again(self, key: GradientKey | None) -> NotFinite | None:
         """Repeat the vote over retained gradients. Returns the vote's refusal, to be raised once all have settled."""
@@ -201,7 +220,7 @@ class Recovery:
         try:
             if newcomers(gone.decision):  # some ranks have come back, not all that are needed
                 first = first_open(reports_of(gone.decision).values())
-                send_join_state(at.tools.fabric, gone.decision, lambda: self._join_state(first))
+                send_join_state(at.tools.fabric, gone.decision, lambda: self._join_state(first, between_steps=False))
             config, membership = at.views.config, at.agreement.membership
             step, say = self._step_commit.present_step, at.listener.noticed
             await_ranks(membership, gone, step, config.respawn, config.detection_timeout, say, at.agreement.threads)
@@ -211,7 +230,7 @@ class Recovery:
 
     # -- newcomers -----------------------------------------------------------------
 
-    def _join_state(self, first: int) -> JoinState:
+    def _join_state(self, first: int, between_steps: bool) -> JoinState:
         """Return the join state. ``first``: the members' first open phase."""
         at = self._context
         place, in_step = self._program.place(first), self._step_commit.under_way
@@ -224,6 +243,7 @@ class Recovery:
             record_text=at.record.to_json(),
             place=place,
             step_committed=place.inside and committed,
+            between_steps=between_steps,
             report_keys=at.report_keys,
             host=self._host_state(),
         )
@@ -234,6 +254,7 @@ class Recovery:
         at.record, at.history, at.report_keys = join_state.record, join_state.history(), join_state.report_keys
         at.acted_on, at.admitted = at.record.version, at.view.generation
         at.listener.recorded(at.record, at.view, "join")
+        at.parameters = -1
         program.take(join_state.place)
         program.end_only = join_state.step_committed
         self._rebalancer.renew()
@@ -243,8 +264,13 @@ class Recovery:
             dist.barrier(group=at.tools.fabric.world)  # the one that ends StepBody.follow
             self._step_commit.followed = at.record.version
         at.needs_rebalance = True
-        at.body.gather(at.record.version)
-        at.parameters = at.settled_at = at.record.version
-        self._certifier.certify("join", self._every_block())
+        at.gathering = at.body.begin_gather(at.record.version)
+        at.settle_parameters()
+        at.settled_at = at.record.version
+        self._certifier.begin("join", self._every_block())
+        if join_state.between_steps:
+            at.know_keys()
+        else:
+            self._certifier.conclude()
         self._migrator.replenish()
         at.injector.settle()
