@@ -73,6 +73,12 @@ SECTIONS = (
         tables.rejoin,
     ),
     Section(
+        "rejoin_waiting",
+        "What do members wait for a rejoin where forwards and backwards leave the cores free?",
+        "The same; every forward and backward waits 50 ms, as a host waits for its accelerator.",
+        tables.rejoin,
+    ),
+    Section(
         "migrate",
         "What do steps pay for layers that move?",
         "PP 2 × DP 2, one rank lost, its layers taken over. All ranks share one link of 1 Gbit/s. `exposed` is the "

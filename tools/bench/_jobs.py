@@ -26,6 +26,7 @@ __all__ = [
     "faults",
     "finished",
     "followed",
+    "waits",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,12 @@ def command(ranks: int, *flags: str, module: str = LAUNCH, script: str = PRETRAI
 def faults(script: str) -> tuple[str, ...]:
     """Flags for a fault script."""
     return "--elastic-allow-inject", "--elastic-inject", script
+
+
+def waits(seconds: float) -> list[str]:
+    """Faults by which each forward and backward of every rank waits ``seconds``; none if that is 0."""
+    points = ("mid_forward", "mid_backward") if seconds else ()
+    return [f"delay:point={point},incarnation=*,count=0,seconds={seconds}" for point in points]
 
 
 def environment(**more: str) -> dict[str, str]:

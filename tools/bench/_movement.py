@@ -29,7 +29,6 @@ __all__ = [
     "model_of",
     "paid",
     "settings_of",
-    "waits",
 ]
 
 LINK_BYTES = 64 << 20
@@ -91,14 +90,6 @@ def model_of(options: argparse.Namespace) -> list[str]:
         *("--hidden-size", str(options.hidden), "--seq-length", str(options.seq)),
         *("--max-position-embeddings", str(options.seq), "--global-batch-size", str(options.batch)),
     ]
-
-
-def waits(options: argparse.Namespace) -> list[str]:
-    """Faults by which every forward and backward waits ``--waiting`` seconds."""
-    if not options.waiting:
-        return []
-    passes = [(point, nth + 1) for point in ("mid_forward", "mid_backward") for nth in range(options.batch)]
-    return [f"delay:point={p},nth={n},count=0,seconds={options.waiting}" for p, n in passes]
 
 
 def commits(records: list[EventRecord]) -> dict[int, float]:

@@ -44,7 +44,7 @@ from pathlib import Path
 
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import Spread, median_of, print_result
-from tools.bench._jobs import command, faults, finished
+from tools.bench._jobs import command, faults, finished, waits
 from tools.bench._movement import (
     Paid,
     add_options,
@@ -53,7 +53,6 @@ from tools.bench._movement import (
     model_of,
     paid,
     settings_of,
-    waits,
 )
 
 WORLD, RANK, AT = 4, 3, 3
@@ -79,7 +78,7 @@ def job(options: argparse.Namespace, *flags: str) -> list[EventRecord]:
         pipeline = ("--pipeline-model-parallel-size", "2", "--train-iters", "1000", "--exit-interval", str(STEPS))
         elastic = ("--elastic", "--no-elastic-respawn", "--elastic-migrate-after", str(PATIENCE))
         links = ("--elastic-transport", options.link, "--elastic-event-log", folder)
-        script = [f"kill:rank={RANK},step={AT},point=before_step", *waits(options)]
+        script = [f"kill:rank={RANK},step={AT},point=before_step", *waits(options.waiting)]
         finished(command(WORLD, *model_of(options), *pipeline, *elastic, *links, *faults(";".join(script)), *flags))
         return read_events(Path(folder))
 

@@ -50,6 +50,7 @@ STANDARD = {
     "experts": Benchmark("experts", ("--losses", "8")),
     "protection": Benchmark("protection"),
     "rejoin": Benchmark("rejoin", ("--trials", "21")),
+    "rejoin_waiting": Benchmark("rejoin", ("--trials", "11", "--waiting", "0.05")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
     "migrate_waiting": Benchmark(
         "migrate", ("--gbit", "1", "--seq", "8", "--batch", "4", "--waiting", "0.05", "--trials", "2")

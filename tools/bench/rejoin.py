@@ -1,10 +1,11 @@
 """Rejoin of a lost rank: time from ready to taking part, and the wait of the other ranks.
 
-    python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--comm elastic]
+    python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--comm elastic] [--waiting 0.05]
 
 Each trial is a real job under the launcher, data parallel, default settings, with one
 rank killed (SIGKILL). Its process is started again, runs the script from the top, and
-is admitted at a step boundary. From the event logs, per trial:
+is admitted at a step boundary. With ``--waiting S`` every forward and every backward waits S seconds besides, as
+a host does whose accelerator computes. From the event logs, per trial:
 
 admission      from "ready" (model built, waiting) until the generation that admits it is settled: it takes part
 boundary       the part of it until the members get to the boundary where they let it in: the rest of the step under
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
-from tools.bench._jobs import QUIET, command, faults, finished
+from tools.bench._jobs import QUIET, command, faults, finished, waits
 
 MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
@@ -66,11 +67,11 @@ class Trial:
     links_ahead: int
 
 
-def run_trial(ranks: int, comm: str, steps: int) -> Trial:
+def run_trial(ranks: int, comm: str, steps: int, waiting: float) -> Trial:
     """One job. Raises ``RuntimeError`` with its output when it does not finish or no rank came back."""
     with tempfile.TemporaryDirectory() as folder:
         elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
-        fault = faults("kill:rank=1,step=4,point=mid_forward")
+        fault = faults(";".join(["kill:rank=1,step=4,point=mid_forward", *waits(waiting)]))
         output = finished(command(ranks, *MODEL, "--train-iters", str(steps), *elastic, *fault))
         records = read_events(Path(folder))
         joined = [r for r in records if r.kind == "generation" and r.fields["joined"]]
@@ -129,13 +130,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--comm", choices=("elastic", "gloo"), default="elastic")
+    parser.add_argument("--waiting", type=float, default=0.0, help="seconds that every forward and backward waits")
     options = parser.parse_args()
     trials = []
     for _ in range(options.trials):
-        trials.append(run_trial(options.ranks, options.comm, options.steps))
+        trials.append(run_trial(options.ranks, options.comm, options.steps, options.waiting))
         print(trials[-1], file=sys.stderr, flush=True)
     figures = {item.name: median_of([getattr(trial, item.name) for trial in trials]) for item in fields(Trial)}
-    print_result("rejoin", {"ranks": options.ranks, "comm": options.comm, **figures})
+    print_result("rejoin", {"ranks": options.ranks, "comm": options.comm, "waiting": options.waiting, **figures})
 
 
 if __name__ == "__main__":

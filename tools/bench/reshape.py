@@ -49,7 +49,7 @@ from pathlib import Path
 from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
-from tools.bench._jobs import ROOT, TORCHRUN, command, environment, faults, followed
+from tools.bench._jobs import ROOT, TORCHRUN, command, environment, faults, followed, waits
 from tools.bench._movement import (
     Paid,
     add_options,
@@ -58,7 +58,6 @@ from tools.bench._movement import (
     model_of,
     paid,
     settings_of,
-    waits,
 )
 
 WORLD = 4
@@ -163,7 +162,7 @@ def reshaped(options: argparse.Namespace) -> list[EventRecord]:
         elastic = ["--elastic", "--elastic-transport", options.link, "--elastic-event-log", folder]
         elastic += ["--elastic-overlap", options.overlap]
         if options.waiting:
-            elastic += faults(";".join(waits(options)))
+            elastic += faults(";".join(waits(options.waiting)))
         job = command(WORLD, *flags_of(options, SIZES[0]), *elastic)
         job[3:3] = ["--rdzv-id", run_id]  # an argument of the launcher
         with Training(job, run_id) as training:
