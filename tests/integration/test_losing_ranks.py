@@ -67,6 +67,11 @@ def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeyp
         assert not os.listdir(scratch)
 
 
+def test_over_gloo_a_return_costs_no_step(tmp_path: Path) -> None:
+    """Its gathers of parameters write other values in between, so members wait for that of an admission."""
+    walk(tmp_path, LAYOUTS["pp2dp2"], [one("pp2dp2", "mid_backward", 1)], "--elastic-comm", "gloo")
+
+
 @pytest.mark.slow
 def test_a_tensor_parallel_group_that_waits_for_its_rank_costs_no_step(tmp_path: Path) -> None:
     """Its partner is parked; in the last case it is lost as well, in the recovery from the first loss."""

@@ -149,6 +149,13 @@ class Fabric(ABC):
         """Return whether nothing that ``group`` begins now would first wait for its members; equal on all of them."""
         return True
 
+    def writes_values_only(self) -> bool:
+        """Return whether a gather of blocks writes nothing into ``flat`` but its result.
+
+        If so, a member that has the result already may read it meanwhile.
+        """
+        return True
+
     def unfinished(self) -> bool:
         """Return whether an operation of this generation is not done, though its call has returned.
 

@@ -64,12 +64,12 @@ def _rehearse_pass(at: Context, forward_step: ForwardStep) -> float | None:
     """Compute the first micro-batch of every replica; return the seconds, or ``None`` if that fails."""
     grid, began = at.view.plan.grid, at.agreement.threads.monotonic()
     address = StepAddress(0, grid.micro_batch_size * grid.data_parallel_size)
-    tools = replace(at.tools, publish=_to_nobody)  # for others it waits
+    tools = replace(at.tools, publish=_to_nobody)  # the launcher sees a rank that waits
     body = StepBody(tools, at.views.sized(at.view, address.size), OverlapSettings(), transport=Unanswered)
     try:
         body.compute(StepInput(at.record.version + 1, address, forward_step, None), at.record)
-    except Exception as error:  # other ranks would have sent something else than what it has from them
-        print(f"rank {at.view.rank}: its first step cannot be rehearsed: {error}", flush=True)
+    except Exception as error:  # for example where a model computes with the values that other ranks would have sent
+        print(f"rank {at.view.rank}: takes part without a rehearsal of its first step ({error})", flush=True)
         return None
     finally:
         at.tools.arena.zero_gradients()

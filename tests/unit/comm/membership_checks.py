@@ -113,6 +113,24 @@ def block_lists_in_the_background(here: Here, fabric: Fabric) -> None:
         same(flats[2][part], values(block.owner, count, torch.float32, salt=2)[part], block)
 
 
+def what_is_there_already_may_be_read_during_a_gather(here: Here, fabric: Fabric) -> None:
+    """If the fabric says so: members that have the result see nothing else while they wait for one that lacks it."""
+    group, count = fabric.group("state", WORLD), 200_000
+    result = values(7, count, torch.float32)
+    blocks = [BlockRange(*ends, owner) for owner, ends in enumerate(pairwise(count * part // 3 for part in range(4)))]
+    flat = result.clone() if here.rank != 3 else torch.zeros(count)
+    if here.rank == 3:
+        here.exchange("looked", True, WORLD)  # it comes once the others have looked, in the middle of their gather
+    work = fabric.begin_all_gather_blocks(group, flat, blocks)
+    if here.rank != 3:
+        for _ in range(20):
+            assert torch.equal(flat, result) or not fabric.writes_values_only()
+            time.sleep(0.002)
+        here.exchange("looked", True, WORLD)
+    work.wait()
+    same(flat, result, "the gather")
+
+
 def interruption_ends_what_goes_on_in_the_background(here: Here, fabric: Fabric) -> None:
     """After the edit that follows, the memory belongs to its owner again."""
     flat, blocks = torch.ones(100_000), [BlockRange(0, 50_000, 0), BlockRange(50_000, 100_000, 1)]
@@ -459,6 +477,7 @@ CHECKS: tuple[Check, ...] = (
     group_is_the_same_object_and_local,
     block_lists,
     block_lists_in_the_background,
+    what_is_there_already_may_be_read_during_a_gather,
     interruption_ends_what_goes_on_in_the_background,
     holes_in_the_slot_space,
     old_edits_are_refused,

@@ -272,6 +272,10 @@ class GlooFabric(Fabric):
         word = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}[flat.element_size()]
         return _spread(flat, blocks, lambda data: group.allreduce([data.view(word)]))
 
+    def writes_values_only(self) -> bool:
+        """Return False: the ranges of other owners are zero until their values are there."""
+        return False
+
     # -- waits and errors ---------------------------------------------------
 
     @contextmanager

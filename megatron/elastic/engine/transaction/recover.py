@@ -197,7 +197,7 @@ class Recovery:
         at = self._context
         groups = at.views.groups(before), at.views.groups(at.view)
         whole = at.parameters == at.record.version and have_parameters(*groups, outcome.newcomers)
-        beside = whole and outcome.between_steps
+        beside = whole and outcome.between_steps and at.tools.fabric.writes_values_only()
         at.gathering = at.body.begin_gather(at.record.version, for_others=beside)
         if not beside:
             at.settle_parameters()
