@@ -380,6 +380,10 @@ class DeviceFabric(NativeFabric):
             return begun_through_host(flat, lambda host: begin(group, host, blocks))
         return self._beside(lambda: self._gather_blocks(_ours(group), flat, blocks))
 
+    def writes_values_only(self) -> bool:
+        """Return False: no vendor says what its library does with a buffer until it is filled."""
+        return False
+
     def begins_at_once(self, group: dist.ProcessGroup) -> bool:
         """A communicator's first use in a generation is a meeting of its members (:meth:`_settle`)."""
         held, ours = self._held.get(cast(DeviceGroup, group)), _ours(group)
