@@ -27,7 +27,7 @@ from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.state_catalog import Catalog, build_layouts
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.settings import OverlapSettings
-from megatron.elastic.engine.transaction.certificates import LOOKED_AT_BYTES, examine, looked_at, statement
+from megatron.elastic.engine.transaction.certificates import LOOKED_AT_BYTES, begin_examination, looked_at, statement
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.fence import EntryPoint
 from megatron.elastic.engine.transaction.join import JoinState
@@ -119,7 +119,7 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
         at.tools, at.view, record, 0, looked_at(layouts, configuration.placement.copies, 0, LOOKED_AT_BYTES)
     )
     # Its findings are ignored: there are no statements of other ranks to compare.
-    examine(at.tools, at.view, at.views.groups(at.view), mine, "join")
+    begin_examination(at.tools, at.view, at.views.groups(at.view), mine, "join").complete()
     return at
 
 

@@ -23,7 +23,7 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.state_catalog import build_layouts, built, own_catalog
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.transaction.certificates import CertificateOutcome, examine
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome, Examination
 from megatron.elastic.observe.events import EventLog, read_events
 from megatron.elastic.plan.model import Grid, Piece, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
@@ -77,7 +77,8 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     arena = Arena(job.interface, layouts, built(catalog, nominal, rank))
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[CertificateOutcome]()
-    with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):
+    complete = Examination.complete
+    with mock.patch.object(Examination, "complete", lambda self: verdicts.append(complete(self))):
         ran = list[tuple[int, tuple[int, ...]]]()
         seconds = [rehearse(links, job, catalog, arena, cast(Any, lambda _, units: ran.extend(units)))]
         loaded = set(sys.modules)

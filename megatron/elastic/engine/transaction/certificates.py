@@ -41,7 +41,6 @@ __all__ = [
     "Examination",
     "Transition",
     "begin_examination",
-    "examine",
     "examine_memory",
     "looked_at",
     "name_disputes",
@@ -116,21 +115,6 @@ def statement(
     )
 
 
-def examine(
-    tools: Tools,
-    view: View,
-    groups: tuple[UnitGroup, ...],
-    mine: Statement,
-    transition: Transition,
-    saved: Mapping[BlockKey, str] = MappingProxyType({}),
-) -> CertificateOutcome:
-    """Exchange statements and certify them. Findings are in the result, not raised. Collective.
-
-    ``saved``: hashes of the contents of a loaded checkpoint, equal on every rank.
-    """
-    return begin_examination(tools, view, groups, mine, transition, saved).complete()
-
-
 def begin_examination(
     tools: Tools,
     view: View,
@@ -139,7 +123,10 @@ def begin_examination(
     transition: Transition,
     saved: Mapping[BlockKey, str] = MappingProxyType({}),
 ) -> Examination:
-    """Begin :func:`examine`, and return at once. Collective, and completed at one place on all ranks."""
+    """Begin to exchange and certify statements, and return at once. Collective; all ranks complete it at one place.
+
+    ``saved``: hashes of the contents of a loaded checkpoint, equal on every rank.
+    """
     began = tools.threads.monotonic()
     exchange = begin_exchange(tools.fabric, str, mine.text)
     spent = tools.threads.monotonic() - began
@@ -161,7 +148,7 @@ class Examination:
     """Seconds that this rank spent on its begin."""
 
     def complete(self) -> CertificateOutcome:
-        """Wait for all statements and certify them. Raises ``CommError``."""
+        """Wait for all statements and certify them. Findings are in the result, not raised. Raises ``CommError``."""
         began, view, passed, findings = self.threads.monotonic(), self.view, None, tuple[str, ...]()
         statements = {rank: Statement.from_json(text) for rank, text in self.exchange.complete().items()}
         due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
