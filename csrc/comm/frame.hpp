@@ -3,8 +3,9 @@
 // A message is one or more frames with the same key, in order; `offset` and
 // `total` place each. A Reference frame carries no payload: it names a block of
 // the sender's outbox, which the receiver reads in place and hands back with an
-// Ack. Frames of an older generation than the receiver's are discarded; frames
-// of a newer one wait in the link.
+// Ack. A Lend frame names memory that the sender lends (lent_memory.hpp): the
+// receiver has it until its Return, whatever the generation. Other frames of an older generation than the receiver's
+// are discarded; frames of a newer one wait in the link.
 //
 // The receiver keeps at most kEagerBytes of messages that it has not asked for.
 // A sender counts what it has sent against that; the receiver returns the cost
@@ -19,7 +20,7 @@
 
 namespace elastic::comm {
 
-enum class FrameKind : uint16_t { Data = 1, Reference, Ack, Abort, Pad, Offer, Take, Withdraw, Credit };
+enum class FrameKind : uint16_t { Data = 1, Reference, Ack, Abort, Pad, Offer, Take, Withdraw, Credit, Lend, Return };
 
 // Which message: the group's identity, and either (sequence, phase) of a
 // collective (top bit set) or the tag of a point-to-point message.
@@ -55,7 +56,7 @@ struct alignas(64) FrameHeader {
   uint16_t flags = 0;
   uint64_t generation = 0;
   Key key;
-  uint64_t offset = 0;  // within the message; Reference: in the outbox
+  uint64_t offset = 0;  // within the message; Reference: in the outbox; Lend, Return: in the lender's memory
   uint64_t total = 0;
   uint64_t length = 0;   // payload bytes; Reference: bytes in the block; Abort: the lost rank + 1; Credit: bytes
   uint32_t block = 0;    // Reference, Ack

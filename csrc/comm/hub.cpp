@@ -74,7 +74,7 @@ Hub::Hub(HubConfig config)
     const size_t wanted = outbox + 2 * ring_bytes_ * slots;
     try {
       if (shared_memory_headroom() / 4 < wanted) throw CommError("too little shared memory is free");
-      outbox_ = std::make_unique<Outbox>(config_.outbox_bytes != 0 ? outbox : kMostOutbox, outbox);
+      outbox_ = std::make_shared<Outbox>(config_.outbox_bytes != 0 ? outbox : kMostOutbox, outbox, lent_bytes());
     } catch (const CommError& e) {
       notice_ = std::string("links within this host use TCP, not shared memory: ") + e.what();
     }
@@ -133,6 +133,7 @@ void Hub::close() {
     if (!link) continue;
     link->purge(gone);
     link->unwatch();
+    link->leave();
   }
   living_links_.clear();
   links_.assign(links_.size(), nullptr);

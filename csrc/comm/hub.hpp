@@ -127,6 +127,7 @@ class Hub final : public LinkHost {
   // Bytes of a pipeline chunk in a group of `members`: the same in each of them.
   size_t chunk_bytes(int members) const { return std::min(chunk_bytes_, socket_chunk_bytes_for(size_t(members))); }
   Outbox* outbox() { return outbox_.get(); }
+  const std::shared_ptr<Outbox>& shared_outbox() const { return outbox_; }
   // All living members say they can share memory on one machine: the same answer on each of them.
   bool shares_memory() const { return shares_memory_; }
   Workers& workers() { return workers_; }
@@ -136,6 +137,7 @@ class Hub final : public LinkHost {
 
   // --- LinkHost ---
   void block_returned(uint32_t block) override;
+  LentMemory* lent_memory() override { return outbox_ ? &outbox_->lent() : nullptr; }
   BufferPool& buffers() override { return buffers_; }
   void group_aborted(uint64_t group, int lost) override;
   void wake_local() override;
@@ -181,7 +183,7 @@ class Hub final : public LinkHost {
   std::string notice_;
   size_t ring_bytes_;    // of links that are dialed now; under edit_mutex_
   size_t chunk_bytes_;   // by the host with the most living ranks
-  std::unique_ptr<Outbox> outbox_;
+  std::shared_ptr<Outbox> outbox_;  // also of what lies in its lent memory
   std::unique_ptr<Listener> listener_;
   int epoll_ = -1;
   int bell_ = -1;        // peers ring it; also for waking ourselves

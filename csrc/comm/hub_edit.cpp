@@ -82,6 +82,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
         link->unwatch();
         // The other end, if it lives, must find out before it is asked again which of its links are broken.
         ::shutdown(link->socket(), SHUT_WR);
+        link->leave();
         gone->push_back(std::move(link));
         link.reset();
         ++stats.dropped;
@@ -103,6 +104,14 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
       const bool stale = it->second->incarnation < known_[size_t(it->first)];
       it = stale ? parked_.erase(it) : std::next(it);
     }
+  }
+  if (outbox_) {
+    outbox_->lent().keep_only([&](const Borrower& one) {
+      const Peer* want = wanted[size_t(one.rank)];
+      const LinkPtr& link = links_[size_t(one.rank)];
+      return (want != nullptr && want->incarnation == one.incarnation) ||
+             (link && link->incarnation == one.incarnation);
+    });
   }
   stats.drop = seconds_since(mark);
 

@@ -131,7 +131,12 @@ void Link::drop_receives(const std::exception_ptr& error) {
 
 void Link::drop_sends(const std::exception_ptr& error) {
   detach();
-  for (auto& send : queue_) finish(send, error);
+  for (auto& send : queue_) {
+    if (send->header.kind == FrameKind::Lend) {
+      host_.lent_memory()->returned(send->header.offset, {rank, incarnation});  // the peer never had it
+    }
+    finish(send, error);
+  }
   for (auto& [offer, send] : offered_) finish(send, error);
   for (auto& send : waiting_) finish(send, error);
   queue_.clear();
@@ -141,11 +146,13 @@ void Link::drop_sends(const std::exception_ptr& error) {
 }
 
 void Link::purge(const std::exception_ptr& error) {
+  std::vector<size_t> lent;
   {
     std::lock_guard<std::mutex> lock(rx_);
     for (auto& [key, messages] : arrived_) {
       for (auto& message : messages) {
         if (message->claimed) fail(message->claimed, error);
+        if (message->lent) lent.push_back(message->offset);
       }
     }
     arrived_.clear();
@@ -156,6 +163,7 @@ void Link::purge(const std::exception_ptr& error) {
     credit_ = kEagerBytes;
     waiting_for_room(false);
   }
+  for (size_t offset : lent) send_return(offset);
   run_ended();
 }
 
@@ -343,6 +351,53 @@ void Link::send_reference(const Key& key, uint32_t block, size_t offset, size_t 
 void Link::send_ack(uint32_t block) {
   acknowledge(block);
   run_ended();
+}
+
+// Messages of one key keep their order: not past those that have no credit yet.
+bool Link::lend(const SendPtr& s) {
+  LentMemory* const memory = host_.lent_memory();
+  if (memory == nullptr || !reads_in_place() || !memory->covers(s->data, s->size)) return false;
+  const Borrower peer{rank, incarnation};
+  const size_t offset = memory->offset(s->data);
+  {
+    std::lock_guard<std::mutex> lock(tx_);
+    if (!waiting_.empty()) return false;
+    if (failed_all_.load(std::memory_order_acquire)) {
+      finish(s, lost());
+    } else {
+      memory->lend(offset, peer);
+      FrameHeader h = header_for(s->header.key, s->header.generation, FrameKind::Lend);
+      h.offset = offset;
+      h.total = s->size;
+      const SendPtr frame = queue_control(h, queue_.end());
+      flush_locked();
+      look_after(*frame);
+      finish(s, nullptr);
+    }
+  }
+  run_ended();
+  return true;
+}
+
+// Of no generation: it is heard in any.
+void Link::send_return(size_t offset) {
+  FrameHeader h;
+  h.kind = FrameKind::Return;
+  h.offset = offset;
+  send_control(h);
+  run_ended();
+}
+
+void Link::leave() {
+  {
+    std::lock_guard<std::mutex> lock(tx_);
+    failed_all_.store(true, std::memory_order_release);
+  }
+  run_ended();
+}
+
+void Loan::give_back() {
+  if (!over_.exchange(true)) link_->send_return(offset_);
 }
 
 // As send_ack, where the caller holds rx and tells afterwards.

@@ -22,6 +22,7 @@
 
 #include "buffers.hpp"
 #include "frame.hpp"
+#include "lent_memory.hpp"
 #include "message.hpp"
 
 namespace elastic::comm {
@@ -32,13 +33,14 @@ class LinkHost {
   virtual ~LinkHost() = default;
   virtual uint64_t generation() const = 0;
   virtual void block_returned(uint32_t block) = 0;
+  virtual LentMemory* lent_memory() = 0;         // null: none is lent
   virtual void group_aborted(uint64_t group, int lost) = 0;
   virtual BufferPool& buffers() = 0;
   virtual void wake_local() = 0;                 // some message ended: threads asleep look again
   virtual void background_changed(int by) = 0;   // messages the progress thread looks after
 };
 
-class Link {
+class Link : public std::enable_shared_from_this<Link> {
  public:
   Link(LinkHost& host, int rank, uint64_t incarnation);
   virtual ~Link();
@@ -67,6 +69,11 @@ class Link {
   // Block `block` of this process's outbox, which begins at `offset`.
   void send_reference(const Key& key, uint32_t block, size_t offset, size_t size);
   void send_ack(uint32_t block);
+  // A message that lies in memory to be lent; whether it was sent so. It ends at once, while the loan goes on.
+  bool lend(const SendPtr& send);
+  void send_return(size_t offset);
+  // From now on nothing is sent, and the host is left alone: for links that their hub lets go.
+  void leave();
   void send_abort(uint64_t group, int lost);
   void post(const RecvPtr& recv);
   // The memory is the caller's again. A message that had begun to arrive there is dropped with it.
@@ -114,10 +121,12 @@ class Link {
     size_t total = 0;
     size_t got = 0;
     int block = -1;
-    size_t offset = 0;   // of that block
+    bool lent = false;   // until it is received, or handed back
+    size_t offset = 0;   // of that block, or of what is lent
     uint32_t offer = 0;  // its bytes are still with the sender
     RecvPtr claimed;  // posted while the rest was still coming
     bool complete() const { return offer == 0 && got == total; }
+    bool bodiless() const { return block >= 0 || lent || offer != 0; }
   };
   using ArrivedPtr = std::shared_ptr<Arrived>;
 
@@ -136,6 +145,7 @@ class Link {
 
   // --- receiving; under rx ---
   void acknowledge(uint32_t block);
+  void hand_back(size_t offset);
   RecvPtr take_posted(const Key& key);
   bool claim(const RecvPtr& recv);
   void grant(const RecvPtr& recv, uint32_t offer, size_t total);
@@ -151,6 +161,7 @@ class Link {
   void order_after_sends();
   void hand_over(const RecvPtr& recv, Arrived& arrived);
   void complete_view(const RecvPtr& recv, uint32_t block, size_t offset, size_t size);
+  void complete_loan(const RecvPtr& recv, size_t offset, size_t size);
   void misfit(const RecvPtr& recv, size_t size);
   void drop_receives(const std::exception_ptr& error);
 

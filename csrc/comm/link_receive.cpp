@@ -107,7 +107,7 @@ bool Link::claim(const RecvPtr& recv) {
   }
   it->second.erase(free);
   if (it->second.empty()) arrived_.erase(it);
-  if (message->block >= 0 || message->offer != 0) {
+  if (message->bodiless()) {
     --bodiless_;
   } else {
     asked_for(message->total);
@@ -230,7 +230,35 @@ void Link::complete_view(const RecvPtr& recv, uint32_t block, size_t offset, siz
   complete(recv);
 }
 
+// What is lent for `recv`: on loan from now on, or copied and handed back.
+void Link::complete_loan(const RecvPtr& recv, size_t offset, size_t size) {
+  recv->source = rank;
+  const char* data = peer_data(offset, size);
+  if (size != recv->size || data == nullptr) {
+    hand_back(offset);
+    return misfit(recv, size);
+  }
+  if (recv->loan_allowed) {
+    recv->loan = std::make_shared<Loan>(shared_from_this(), offset, data, size);
+  } else {
+    order_after_sends();
+    if (recv->into == nullptr) recv->heap = host_.buffers().take(size);
+    char* const into = recv->into != nullptr ? recv->into : recv->heap.get();
+    std::memcpy(into, data, size);
+    recv->view = into;
+    hand_back(offset);
+  }
+  complete(recv);
+}
+
+void Link::hand_back(size_t offset) {
+  FrameHeader h = control(FrameKind::Return, 0);
+  h.offset = offset;
+  send_control(h);
+}
+
 void Link::hand_over(const RecvPtr& recv, Arrived& message) {
+  if (message.lent) return complete_loan(recv, message.offset, message.total);
   if (message.block >= 0) return complete_view(recv, uint32_t(message.block), message.offset, message.total);
   if (message.total != recv->size) return misfit(recv, message.total);
   if (recv->into != nullptr) {
@@ -373,7 +401,14 @@ void Link::forget(const Key& key, const ArrivedPtr& message) {
 }
 
 void Link::end(const FrameHeader& h) {
-  if (h.generation < host_.generation()) return;
+  if (h.kind == FrameKind::Return) {
+    LentMemory* const memory = host_.lent_memory();
+    return memory == nullptr ? malformed("nothing was lent") : memory->returned(h.offset, {rank, incarnation});
+  }
+  if (h.generation < host_.generation()) {
+    if (h.kind == FrameKind::Lend) hand_back(h.offset);
+    return;
+  }
   switch (h.kind) {
     case FrameKind::Data:
       return end_data(h);
@@ -388,6 +423,15 @@ void Link::end(const FrameHeader& h) {
       auto message = std::make_shared<Arrived>();
       message->total = message->got = h.total;
       message->block = int(h.block);
+      message->offset = h.offset;
+      return keep(h.key, std::move(message));
+    }
+    case FrameKind::Lend: {
+      if (peer_data(h.offset, h.total) == nullptr) return malformed("no such memory");
+      if (RecvPtr recv = take_posted(h.key)) return complete_loan(recv, h.offset, h.total);
+      auto message = std::make_shared<Arrived>();
+      message->total = message->got = h.total;
+      message->lent = true;
       message->offset = h.offset;
       return keep(h.key, std::move(message));
     }

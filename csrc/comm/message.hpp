@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "buffers.hpp"
 #include "frame.hpp"
@@ -45,11 +46,38 @@ struct AnySource {
   std::function<void()> released;  // called with no lock of a link held, when `taken` is false again
 };
 
+class Link;
+
+// A message that a peer has lent; over at the end of this object's life, or before.
+class Loan {
+ public:
+  Loan(std::shared_ptr<Link> link, size_t offset, const char* data, size_t size)
+      : link_(std::move(link)), offset_(offset), data_(data), size_(size) {}
+  ~Loan() { give_back(); }
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+  // Once. From any thread, also when the hub is gone.
+  void give_back();
+  const char* data() const { return data_; }
+  size_t size() const { return size_; }
+  // Keeps the peer's memory mapped, which may have changed once the loan is over.
+  const std::shared_ptr<Link>& mapping() const { return link_; }
+
+ private:
+  const std::shared_ptr<Link> link_;
+  const size_t offset_;
+  const char* const data_;
+  const size_t size_;
+  std::atomic<bool> over_{false};
+};
+
 struct Recv : Message {
   Key key;
   size_t size = 0;
   char* into = nullptr;     // null: the link finds memory for it
   bool view_allowed = true; // may end with `view` in the sender's outbox; then release it
+  bool loan_allowed = false;  // may end with a `loan` instead of bytes in `into`
+  std::shared_ptr<Loan> loan;
   std::shared_ptr<AnySource> any;
 
   size_t got = 0;

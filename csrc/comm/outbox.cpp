@@ -6,9 +6,10 @@
 
 namespace elastic::comm {
 
-Outbox::Outbox(size_t capacity, size_t allocated)
+Outbox::Outbox(size_t capacity, size_t allocated, size_t lent)
     : capacity_(capacity),
-      memory_(SharedMemory::create("elastic-outbox", kDataOffset + capacity, kDataOffset + allocated)),
+      memory_(SharedMemory::create("elastic-outbox", kDataOffset + capacity + lent, kDataOffset + allocated)),
+      lent_(memory_, kDataOffset, kDataOffset + capacity, kDataOffset + capacity + lent),
       allocated_(allocated),
       block_bytes_(allocated) {
   start(0, allocated);

@@ -8,6 +8,8 @@
 // that lags in an older one may see a block change under it: after reading it
 // compares the owner's `epoch`, which is raised before any block is reused
 // (a sequence lock), and discards what it read when that has moved.
+//
+// Behind the blocks is memory that is lent (lent_memory.hpp).
 #pragma once
 
 #include <atomic>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "lent_memory.hpp"
 #include "shared_memory.hpp"
 
 namespace elastic::comm {
@@ -28,8 +31,9 @@ struct OutboxControl {
 
 class Outbox {
  public:
-  // Room for `capacity` bytes, `allocated` of them now. Throws CommError when the machine has none.
-  Outbox(size_t capacity, size_t allocated);
+  // Room for `capacity` bytes in blocks, `allocated` of them now, and for `lent` bytes to be lent, none of them yet.
+  // Throws CommError when the machine has none.
+  Outbox(size_t capacity, size_t allocated, size_t lent = 0);
 
   // A block to be read by `readers` peers; -1 when none is free.
   int acquire(int readers);
@@ -43,6 +47,7 @@ class Outbox {
   size_t allocated() const;
   void sleeping(bool yes) { control()->sleeping.store(yes ? 1 : 0, std::memory_order_seq_cst); }
   int fd() const { return memory_.fd(); }
+  LentMemory& lent() { return lent_; }
 
   static constexpr size_t kDataOffset = 4096;
 
@@ -51,6 +56,7 @@ class Outbox {
   void add_blocks();  // under the mutex: those that memory has come for
   const size_t capacity_;
   SharedMemory memory_;
+  LentMemory lent_;
   std::mutex growing_;
   mutable std::mutex mutex_;
   size_t allocated_;

@@ -38,6 +38,15 @@ bool Request::ended() const {
   return std::none_of(recvs_.begin(), recvs_.end(), [](const auto& e) { return e.second->pending(); });
 }
 
+void Request::missing(std::vector<int>* ranks) const {
+  for (auto& [link, send] : sends_) {
+    if (send->pending()) ranks->push_back(link->rank);
+  }
+  for (auto& [link, recv] : recvs_) {
+    if (recv->pending()) ranks->push_back(link->rank);
+  }
+}
+
 void Request::withdraw(const std::exception_ptr& error) {
   for (auto& [link, send] : sends_) {
     if (send->pending()) link->cancel(send, error);
@@ -87,14 +96,7 @@ void Request::wait(double timeout) {
       scope.seconds = timeout;
       scope.deadline =
           Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
-      scope.missing = [this](std::vector<int>* ranks) {
-        for (auto& [link, send] : sends_) {
-          if (send->pending()) ranks->push_back(link->rank);
-        }
-        for (auto& [link, recv] : recvs_) {
-          if (recv->pending()) ranks->push_back(link->rank);
-        }
-      };
+      scope.missing = [this](std::vector<int>* ranks) { missing(ranks); };
       hub_.wait(scope, [this] { return ended(); });
     } catch (...) {
       withdraw(std::current_exception());
@@ -122,6 +124,10 @@ void Request::look_again() {
   }
 }
 
+std::shared_ptr<Loan> Request::loan() {
+  return recvs_.empty() ? nullptr : std::move(recvs_.front().second->loan);
+}
+
 int Request::source() const {
   for (const auto& [link, recv] : recvs_) {
     if (recv->state.load(std::memory_order_acquire) == MessageState::Done) return link->rank;
@@ -143,16 +149,17 @@ RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, siz
     if (auto r = weak.lock()) r->announce();
   };
   request->sends_.emplace_back(link, s);
-  link->send(s);
+  if (!link->lend(s)) link->send(s);
   link->doorbell();
   return request;
 }
 
-RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size, Keep keep) {
+RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size, Keep keep, bool may_borrow) {
   const auto shared = call.hub.enter(call.generation);
   auto request = std::make_shared<Request>(call.hub, call.generation, keep != nullptr);
   const LinkPtr link = link_to(call, from);
   auto r = make_recv(call, tag, into, size);
+  r->loan_allowed = may_borrow;
   r->ended = [weak = std::weak_ptr<Request>(request), keep] {
     if (auto q = weak.lock()) q->announce();
   };

@@ -68,6 +68,12 @@ size_t shared_memory_headroom() {
   return size_t(std::min(available_memory(), in_cgroup));
 }
 
+size_t lent_bytes() {
+  constexpr uint64_t kMost = uint64_t(64) << 30;  // of some hundred ranks on a host, within 47 bits
+  const auto machine = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+  return size_t(std::min(machine / 2, kMost)) & ~size_t(4095);
+}
+
 SharedMemory::~SharedMemory() {
   close_fd();
   if (base_ != nullptr) munmap(base_, size_);
@@ -89,10 +95,10 @@ void SharedMemory::close_fd() {
   fd_ = -1;
 }
 
-bool SharedMemory::allocate(size_t bytes) {
+bool SharedMemory::allocate(size_t offset, size_t bytes) {
   int rc;
   do {
-    rc = posix_fallocate(fd_, 0, off_t(bytes));
+    rc = posix_fallocate(fd_, off_t(offset), off_t(bytes));
   } while (rc == EINTR);
   errno = rc;
   return rc == 0;

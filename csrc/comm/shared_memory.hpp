@@ -26,8 +26,9 @@ class SharedMemory {
   // has no memory left.
   static SharedMemory create(const std::string& label, size_t size, size_t allocated);
   static SharedMemory create(const std::string& label, size_t size) { return create(label, size, size); }
-  // Backs the first `bytes`; false when the machine has no memory left.
-  bool allocate(size_t bytes);
+  // Backs the first `bytes`, or so many from `offset` on; false when the machine has no memory left.
+  bool allocate(size_t bytes) { return allocate(0, bytes); }
+  bool allocate(size_t offset, size_t bytes);
   // Peer's side: takes `fd` (closed in any case), checks seals and size. Throws CommError.
   static SharedMemory open(int fd, size_t minimum);
 
@@ -46,5 +47,7 @@ class SharedMemory {
 
 // Bytes that may be allocated without pressing the machine or its cgroup.
 size_t shared_memory_headroom();
+// Addresses that a process sets aside for what it lends: no more than memory could ever fill.
+size_t lent_bytes();
 
 }  // namespace elastic::comm

@@ -1,6 +1,6 @@
 """Native communicator (``csrc/comm``): links, collectives, process groups edited in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -85,6 +85,10 @@ class Hub:
     def transport(self, rank: int) -> str: ...
     def broken(self) -> list[tuple[int, int]]:
         """(rank, incarnation) to which the link is broken."""
+    def lendable(self, count: int) -> Tensor | None:
+        """Memory for fp32 values that may be lent; None where there is no room, or no shared memory."""
+    def on_loan(self, address: int) -> bool:
+        """Whether a peer has what was sent from the memory around ``address``."""
     def sever(self, rank: int, quietly: bool = ...) -> None:
         """Break the link to ``rank`` and nothing else; ``quietly``: only this end notices."""
 
@@ -116,6 +120,8 @@ class ElasticProcessGroup(ProcessGroup):
         """Let the hub forget the group; the object must not be used afterwards."""
     def side_channel(self, number: int, piece_bytes: int, beside: int, hurried: int) -> SideChannel:
         """Messages beside the steps of this generation; ``beside``, ``hurried``: unconfirmed pieces to one peer."""
+    def transfers(self, tag: int) -> Transfers:
+        """Messages of this generation under one tag; ranks are global ones."""
 
 class SideChannel:
     """See :class:`megatron.elastic.comm.side_channel.SideChannel`; waits release the GIL and sleep."""
@@ -126,3 +132,20 @@ class SideChannel:
     def hurry(self) -> None: ...
     def give_up(self) -> None: ...
     def under_way(self, peer: int) -> int: ...
+
+class Transfers:
+    """See :class:`megatron.elastic.comm.transfers.Transfers`; all release the GIL."""
+
+    def receive(self, into: Sequence[Tensor], sources: Sequence[int]) -> None: ...
+    def send(self, values: Tensor, to: int) -> None: ...
+    def come(self) -> list[int]: ...
+    def wait(self) -> list[int]: ...
+    def loan(self, number: int) -> Loan | None: ...
+
+class Loan:
+    """See :class:`megatron.elastic.comm.transfers.Loan`."""
+
+    @property
+    def address(self) -> int: ...
+    def values(self) -> Tensor: ...
+    def give_back(self) -> None: ...

@@ -6,6 +6,7 @@
 
 #include "../reduce.hpp"
 #include "../side_channel.hpp"
+#include "../transfers.hpp"
 #include "process_group.hpp"
 
 namespace py = pybind11;
@@ -13,8 +14,10 @@ using elastic::comm::EditStats;
 using elastic::comm::ElasticProcessGroup;
 using elastic::comm::Hub;
 using elastic::comm::HubConfig;
+using elastic::comm::Loan;
 using elastic::comm::Peer;
 using elastic::comm::SideChannel;
+using elastic::comm::Transfers;
 
 namespace {
 
@@ -65,6 +68,21 @@ std::shared_ptr<Hub> make_hub(int rank, int slots, uint64_t incarnation, const s
               hub.reset();
             }
           }};
+}
+
+// Address and size of a tensor that is sent or received as it lies.
+std::pair<char*, size_t> memory_of(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.is_contiguous(), "elastic: a contiguous host tensor is needed");
+  return {static_cast<char*>(tensor.data_ptr()), elastic::comm::bytes_of(tensor)};
+}
+
+// Memory for `count` fp32 values that may be lent; none where there is no room, or no shared memory.
+std::optional<at::Tensor> lendable(Hub& hub, size_t count) {
+  const auto& outbox = hub.shared_outbox();
+  char* const memory = outbox ? outbox->lent().take(count * sizeof(float)) : nullptr;
+  if (memory == nullptr) return std::nullopt;
+  return at::from_blob(
+      memory, {int64_t(count)}, [outbox](void* at) { outbox->lent().give_back(static_cast<char*>(at)); }, at::kFloat);
 }
 
 py::bytes hmac(const py::bytes& key, const py::bytes& data) {
@@ -125,7 +143,14 @@ PYBIND11_MODULE(_comm, m) {
       .def("counters", &Hub::counters)
       .def("broken", &Hub::broken, nogil)
       .def("sever", &Hub::sever, py::arg("rank"), py::arg("quietly") = false, nogil)
-      .def("transport", &Hub::transport, py::arg("rank"), nogil);
+      .def("transport", &Hub::transport, py::arg("rank"), nogil)
+      .def("lendable", &lendable, py::arg("count"), nogil)
+      .def(
+          "on_loan",
+          [](Hub& hub, std::uintptr_t address) {
+            return hub.lent_memory() != nullptr && hub.lent_memory()->on_loan(reinterpret_cast<const char*>(address));
+          },
+          py::arg("address"));
 
   py::class_<ElasticProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<ElasticProcessGroup>>(m, "ElasticProcessGroup")
       .def(py::init([](const std::shared_ptr<Hub>& hub, const std::string& name, const std::vector<int>& members,
@@ -158,7 +183,40 @@ PYBIND11_MODULE(_comm, m) {
           [](ElasticProcessGroup& g, uint32_t number, size_t piece_bytes, int beside, int hurried) {
             return std::make_shared<SideChannel>(*g.hub(), g.group(), number, piece_bytes, beside, hurried);
           },
-          py::arg("number"), py::arg("piece_bytes"), py::arg("beside"), py::arg("hurried"), py::keep_alive<0, 1>());
+          py::arg("number"), py::arg("piece_bytes"), py::arg("beside"), py::arg("hurried"), py::keep_alive<0, 1>())
+      .def("transfers", &ElasticProcessGroup::transfers, py::arg("tag"), py::keep_alive<0, 1>());
+
+  py::class_<Transfers>(m, "Transfers")
+      .def(
+          "receive",
+          [](Transfers& t, const std::vector<at::Tensor>& into, const std::vector<int>& sources) {
+            TORCH_CHECK_VALUE(into.size() == sources.size(), "elastic: one source a tensor is needed");
+            for (size_t i = 0; i < into.size(); ++i) {
+              const auto [data, size] = memory_of(into[i]);
+              t.receive(sources[i], data, size, std::make_shared<at::Tensor>(into[i]));
+            }
+          },
+          py::arg("into"), py::arg("sources"), nogil)
+      .def(
+          "send",
+          [](Transfers& t, const at::Tensor& values, int to) {
+            const auto [data, size] = memory_of(values);
+            t.send(to, data, size, std::make_shared<at::Tensor>(values));
+          },
+          py::arg("values"), py::arg("to"), nogil)
+      .def("come", &Transfers::come, nogil)
+      .def("wait", &Transfers::wait, nogil)
+      .def("loan", &Transfers::loan, py::arg("number"));
+
+  py::class_<Loan, std::shared_ptr<Loan>>(m, "Loan")
+      .def_property_readonly("address", [](const Loan& loan) { return std::uintptr_t(loan.data()); })
+      .def("values",
+           [](const Loan& loan) {
+             return at::from_blob(
+                 const_cast<char*>(loan.data()), {int64_t(loan.size() / sizeof(float))},
+                 [mapping = loan.mapping()](void*) mutable { mapping.reset(); }, at::kFloat);
+           })
+      .def("give_back", &Loan::give_back, nogil);
 
   py::class_<SideChannel, std::shared_ptr<SideChannel>>(m, "SideChannel")
       .def(

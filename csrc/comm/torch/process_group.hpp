@@ -21,6 +21,7 @@
 
 #include "../collectives.hpp"
 #include "../hub.hpp"
+#include "../transfers.hpp"
 #include "staging.hpp"
 #include "work.hpp"
 
@@ -91,6 +92,11 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   // ended. An interruption ends it; after the edit that follows it touches `flat` no more.
   WorkPtr begin_reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   WorkPtr begin_all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
+
+  // Messages of this generation under one tag, which no other operation of this group uses meanwhile.
+  std::unique_ptr<Transfers> transfers(int tag) {
+    return std::make_unique<Transfers>(call(view(), c10d::kUnsetTimeout), uint64_t(uint32_t(tag)));
+  }
 
   // The requests of torch's reconfiguration protocol to the fabric this group belongs to (torch 2.14 and later call it
   // through the virtual functions below; Python has the same methods in every version).

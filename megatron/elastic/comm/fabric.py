@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.side_channel import SideChannel
+from megatron.elastic.comm.transfers import PostedTransfers, Transfers
 
 __all__ = ["BlockRange", "EditReport", "Fabric"]
 
@@ -116,6 +117,18 @@ class Fabric(ABC):
     @abstractmethod
     def release(self, role_prefix: str) -> None:
         """Forget groups whose role starts with ``role_prefix`` (made for an older plan)."""
+
+    def transfers(self, group: dist.ProcessGroup, tag: int) -> Transfers:
+        """Return messages of this generation under ``tag``, which nothing else on ``group`` uses meanwhile."""
+        return PostedTransfers(group, tag)
+
+    def lendable(self, count: int) -> torch.Tensor:
+        """Return host memory for ``count`` fp32 values, for messages that peers on this host may then leave there."""
+        return torch.zeros(count)
+
+    def on_loan(self, address: int) -> bool:
+        """Return whether a peer has a message that was sent from the lendable memory at ``address``."""
+        return False
 
     @abstractmethod
     def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:

@@ -30,6 +30,7 @@ from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
 from megatron.elastic.comm.monitored import in_gloos_words
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, PIECE_BYTES, SideChannel
+from megatron.elastic.comm.transfers import Transfers
 
 __all__ = ["NativeFabric", "NativeGroup"]
 
@@ -231,6 +232,16 @@ class NativeFabric(Fabric):
     def side_channel(self, number: int) -> SideChannel:
         group = self.group(BACKGROUND_ROLE, range(self.slots))
         return group.side_channel(number, PIECE_BYTES, BESIDE_A_STEP, AWAITED)
+
+    def transfers(self, group: dist.ProcessGroup, tag: int) -> Transfers:
+        return _ours(group).transfers(tag)
+
+    def lendable(self, count: int) -> torch.Tensor:
+        memory = self._hub.lendable(count)
+        return super().lendable(count) if memory is None else memory
+
+    def on_loan(self, address: int) -> bool:
+        return self._hub.on_loan(address)
 
     # -- blocks -------------------------------------------------------------
 

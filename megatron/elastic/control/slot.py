@@ -46,6 +46,7 @@ _LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
+_MOST_TAILS = 1024
 _HEAD = struct.Struct("<qQQQ")
 _COMMITTED = struct.Struct("<qqqddQ")
 _FIGURES = struct.Struct(f"<6q4d{len(CAUSES)}d")
@@ -82,8 +83,8 @@ class Slot:
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
         self._lasted: dict[str, int] = {}
         self._present = ("", 0)
-        self._tails: dict[int, struct.Struct] = {}
-        """Number of ranks waited for → the layout of an activity behind its head."""
+        self._tails: dict[tuple[str, tuple[int, ...]], bytes] = {}
+        """Phase and ranks waited for → an activity behind its head. There are few in a generation."""
 
     @classmethod
     def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:
@@ -102,16 +103,23 @@ class Slot:
         now, (before, since) = time.monotonic_ns(), self._present
         self._lasted[before], self._present = now - since, (activity.phase, now)
         usual = self._lasted.get(activity.phase, 0)
-        phase, waiting = activity.phase.encode()[:_PHASE_BYTES], activity.waiting_for[:_MAX_WAITING]
-        tail = self._tails.get(len(waiting))
-        if tail is None:
-            tail = self._tails[len(waiting)] = struct.Struct(f"<HH{_PHASE_BYTES}s{len(waiting)}I")
-        self._sequence += 1
-        _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+        tail = self._tail(activity.phase, activity.waiting_for)
+        self._sequence += 2
+        _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1)
         _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, now, usual)
-        tail.pack_into(self._map, _AT_COUNTS, len(phase), len(waiting), phase, *waiting)
-        self._sequence += 1
+        self._map[_AT_COUNTS : _AT_COUNTS + len(tail)] = tail
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+
+    def _tail(self, phase: str, waiting: tuple[int, ...]) -> bytes:
+        known = self._tails.get((phase, waiting))
+        if known is not None:
+            return known
+        if len(self._tails) >= _MOST_TAILS:
+            self._tails.clear()
+        name, ranks = phase.encode()[:_PHASE_BYTES], waiting[:_MAX_WAITING]
+        layout = f"<HH{_PHASE_BYTES}s{len(ranks)}I"
+        tail = self._tails[phase, waiting] = struct.pack(layout, len(name), len(ranks), name, *ranks)
+        return tail
 
     def commit(self, step: Committed) -> None:
         """Write the newest committed step; costs a few stores."""

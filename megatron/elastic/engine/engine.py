@@ -273,9 +273,7 @@ class Engine:
         at, anew = self.context, False
         while True:
             layout = VoteLayout((), at.agree_on_keys(tally.report, anew))
-            vector = layout.pack(tally)
-            dist.all_reduce(vector, group=at.tools.fabric.world)
-            total = layout.unpack(vector)
+            total = layout.unpack(at.tools.sums.over_ranks(layout.pack(tally)))
             if not total.unannounced:
                 return total
             anew = True

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, cast
 
+from megatron.elastic.comm.sums import Sums
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, whole_microbatches
+from megatron.elastic.engine.compute.message_memory import MessageMemory
 from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.compute.piece_times import clock_of
 from megatron.elastic.engine.engine import Engine
@@ -200,8 +203,10 @@ def _tools(
         interface=job.interface,
         arena=arena,
         pool=pool,
+        messages=MessageMemory(CHECKSUM_SLOTS, links.fabric),
         layouts=layouts,
         fabric=links.fabric,
+        sums=Sums(links.fabric.world),
         settings=job.settings,
         reach=links.injector.reach,
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),

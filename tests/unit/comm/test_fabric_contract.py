@@ -1,6 +1,7 @@
 """One contract, every fabric: gloo, and native over shared memory and TCP.
 
-Each claim is a function of ``collective_checks.py`` or ``membership_checks.py``, run by four real processes.
+Each claim is a function of ``collective_checks.py``, ``membership_checks.py`` or ``transfer_checks.py``, run by four
+real processes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 from megatron.elastic.comm.backend import install, make_fabric
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
-from tests.unit.comm import collective_checks, fabric_checks, membership_checks
+from tests.unit.comm import collective_checks, fabric_checks, membership_checks, transfer_checks
 from tools.bench._common import Here, Ranks
 
 NATIVE = importlib.util.find_spec("megatron.elastic.comm.native") is not None
@@ -23,7 +24,7 @@ KINDS = {
     "tcp": ElasticConfig(comm="elastic", transport="tcp"),
 }
 SECRET = b"contract"
-CHECKS = (*collective_checks.CHECKS, *membership_checks.CHECKS)
+CHECKS = (*collective_checks.CHECKS, *membership_checks.CHECKS, *transfer_checks.CHECKS)
 
 
 def build(kind: str, here: Here, incarnation: int = 0) -> Fabric:
@@ -32,7 +33,8 @@ def build(kind: str, here: Here, incarnation: int = 0) -> Fabric:
     )
 
 
-def run(kind: str, check: Callable[..., None], replacing: bool = False) -> None:
+def run(kind: str, check: Callable[..., None], replacing: bool = False, lost: int | None = None) -> None:
+    """``lost``: the rank that ends in the check."""
     if kind != "gloo" and not NATIVE:
         pytest.skip("the native core is not built")
 
@@ -51,9 +53,10 @@ def run(kind: str, check: Callable[..., None], replacing: bool = False) -> None:
     with Ranks(4, body, seconds=60) as ranks:
         for rank in range(4):
             assert ranks.hear(rank) == "passed"
-        for rank in range(4):
+        left = [rank for rank in range(4) if rank != lost]
+        for rank in left:
             ranks.say(rank, "close")
-        ranks.results(range(4))
+        ranks.results(left)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -84,10 +87,22 @@ def test_alone_before_the_first_edit(kind: str) -> None:
         ranks.hear(0)
 
 
-@pytest.mark.parametrize("check", membership_checks.ORDERED_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*membership_checks.ORDERED_CHECKS, *transfer_checks.LINK_CHECKS], ids=lambda check: check.__name__
+)
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_ordered_contract(kind: str, check: fabric_checks.Check) -> None:
     run(kind, check)
+
+
+@pytest.mark.parametrize("check", transfer_checks.LOAN_CHECKS, ids=lambda check: check.__name__)
+def test_loan(check: fabric_checks.Check) -> None:
+    run("shm", check)
+
+
+@pytest.mark.parametrize("check", transfer_checks.LOSING_CHECKS, ids=lambda check: check.__name__)
+def test_loan_and_loss(check: fabric_checks.Check) -> None:
+    run("shm", check, lost=transfer_checks.LOSING_CHECKS[check])
 
 
 def test_dead_members_can_still_be_named() -> None:

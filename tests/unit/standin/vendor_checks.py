@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
+from megatron.elastic.comm.transfers import PostedTransfers
 from megatron.elastic.comm.vendor import fabric as vendor_fabric
 from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
@@ -265,13 +266,14 @@ def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_wai
     pair = linked()
     place = DevicePlace(StandinPlatform(), torch.device("standin", 0), tensor_kernels())
     pool, _ = filled(place, Hyper(ConstantSchedule(RATES)))
-    fabric = cast(Any, SimpleNamespace(slots=2, group=lambda role, members: pair.groups[0]))
-    tools, memory = cast(Any, SimpleNamespace(pool=pool)), MessageMemory(CHECKSUM_SLOTS)
+    groups = {"slots": 2, "group": lambda role, members: pair.groups[0], "transfers": PostedTransfers}
+    fabric = cast(Any, SimpleNamespace(**groups, lendable=torch.zeros, on_loan=lambda address: False))
+    tools, messages = cast(Any, SimpleNamespace(pool=pool, fabric=fabric)), MessageMemory(CHECKSUM_SLOTS, fabric)
     way, key = Routes({1: LAYOUT.blocks}, {}), GradientKey(0, 1)
     gradients = place.bring(torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_group_rank", lambda group, rank: rank)
-        shipment = Shipment(tools, plan_shipment(way, Cut((0,), LAYOUT.numel), memory, fabric), key, 0, 7)
+        shipment = Shipment(tools, plan_shipment(way, Cut((0,), LAYOUT.numel), messages, fabric), key, 0, 7)
         pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks}, shipment)
         shipment.advance()
         assert not shipment._leaving, "the device has not come so far"

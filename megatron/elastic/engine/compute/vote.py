@@ -14,13 +14,12 @@ contributors are exact.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import TypeVar
 
-import torch
 import xxhash
 
 from megatron.elastic.control.requests import Pending
@@ -60,10 +59,9 @@ def _limbs(value: int) -> tuple[int, ...]:
     return value & _MASK, value >> _LIMB_BITS & _MASK, value >> 2 * _LIMB_BITS
 
 
-def _joined(limbs: Sequence[float]) -> int:
-    """Return the integer of summed ``limbs``."""
-    low, middle, high = map(int, limbs)
-    return low + (middle << _LIMB_BITS) + (high << 2 * _LIMB_BITS)
+def _threes(values: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    each = iter(values)
+    return zip(each, each, each, strict=True)
 
 
 def _pairs(values: Iterable[_Number]) -> list[tuple[_Number, _Number]]:
@@ -136,31 +134,43 @@ class VoteLayout:
     counted: ExpertLayers | None = None
     """Layers whose tokens are counted by expert."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of the vector."""
         return self._tokens_at + (0 if self.counted is None else self.counted.size)
 
-    @property
+    @cached_property
     def _tokens_at(self) -> int:
         return self._rates_at + 2 * self.groups
 
-    @property
+    @cached_property
     def _rates_at(self) -> int:
-        plain = _BLOCKS_AT + len(self.blocks) + 2 * len(self.report_keys)
-        return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
+        return self._clocks_at + 4 * len(self.clocked)
 
-    def pack(self, tally: Tally) -> torch.Tensor:
-        """Return ``tally`` as a float64 vector. Report keys without a slot are left out and counted."""
+    @cached_property
+    def _clocks_at(self) -> int:
+        return self._times_at + 2 * len(self.ranges)
+
+    @cached_property
+    def _times_at(self) -> int:
+        return self._report_at + 2 * len(self.report_keys)
+
+    @cached_property
+    def _report_at(self) -> int:
+        return _BLOCKS_AT + len(self.blocks)
+
+    def pack(self, tally: Tally) -> list[float]:
+        """Return the vector of ``tally``. Report keys without a slot are left out and counted."""
         ledger = tally.ledger
         values: list[float] = [tally.tokens, ledger.weights, ledger.samples, *_counters_of(tally)]
         if not tally.report.keys() <= set(self.report_keys):
             values[_COUNTERS_AT + _COUNTERS.index("unannounced")] = 1
         for digest in (*_ledger_digests_of(ledger), *_digests_of(tally)):
             values += _limbs(digest)
-        values += [tally.norms.get(key, 0.0) for key in self.blocks]
-        if sum(key in tally.norms for key in self.blocks) != len(tally.norms):
+        norms = [tally.norms.get(key) for key in self.blocks]
+        if norms.count(None) != len(norms) - len(tally.norms):
             raise KeyError(f"norms of blocks without a slot: {sorted(tally.norms.keys() - set(self.blocks))}")
+        values += [norm or 0.0 for norm in norms]
         for key in self.report_keys:
             values += tally.report.get(key, (0.0, 0.0))
         for span in self.ranges:
@@ -175,32 +185,29 @@ class VoteLayout:
                 values += tally.expert_tokens.get(unit, none)
         if len(values) != self.size:
             raise ValueError(f"a tally of {len(values)} values does not fit into {self.size} slots")
-        return torch.frombuffer(array("d", values), dtype=torch.float64)
+        return values
 
-    def unpack(self, vector: torch.Tensor) -> Tally:
+    def unpack(self, values: Sequence[float]) -> Tally:
         """Return the summed vector as the tally of the whole step."""
-        values: list[float] = vector.numpy().tolist()
-        start = _BLOCKS_AT + len(self.blocks)
-        times = start + 2 * len(self.report_keys)
-        clock = iter(map(int, values[times + 2 * len(self.ranges) : self._rates_at]))
-        limbs = iter(values[_DIGESTS_AT:_BLOCKS_AT])
-        digests = [_joined(three) for three in zip(limbs, limbs, limbs, strict=True)]
+        clock = map(int, values[self._clocks_at : self._rates_at])
+        limbs = map(int, values[_DIGESTS_AT:_BLOCKS_AT])
+        digests = [low + (middle << _LIMB_BITS) + (high << 2 * _LIMB_BITS) for low, middle, high in _threes(limbs)]
+        numbers, losses, inputs, gradients, *others = digests
         tokens, weights, samples = values[:_COUNTERS_AT]
-        ledger = dict(zip(_LEDGER_DIGESTS, digests, strict=False))
         total = Tally(
             tokens=tokens,
-            ledger=Ledger(int(samples), weights=weights, **ledger),
-            squares=values[_BLOCKS_AT:start],
-            report=dict(zip(self.report_keys, _pairs(values[start:times]), strict=True)),
-            times=dict(zip(self.ranges, _pairs(map(int, values[times : times + 2 * len(self.ranges)])), strict=True)),
+            ledger=Ledger(int(samples), numbers, losses, inputs, gradients, weights),
+            squares=values[_BLOCKS_AT : self._report_at],
+            report=dict(zip(self.report_keys, _pairs(values[self._report_at : self._times_at]), strict=True)),
+            times=dict(zip(self.ranges, _pairs(map(int, values[self._times_at : self._clocks_at])), strict=True)),
             clocks=dict(zip(self.clocked, zip(clock, clock, clock, clock, strict=True), strict=True)),
             rates=tuple(Rate(*both) for both in _pairs(values[self._rates_at : self._tokens_at])),
             expert_tokens=self._tokens(values[self._tokens_at :]),
         )
         for name, value in zip(_COUNTERS, values[_COUNTERS_AT:_DIGESTS_AT], strict=True):
             setattr(total, name, int(value))
-        for name, digest in zip(_DIGESTS, digests[len(_LEDGER_DIGESTS) :], strict=True):
-            setattr(total, name, digest)
+        for name, value in zip(_DIGESTS, others, strict=True):
+            setattr(total, name, value)
         return total
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:

@@ -389,9 +389,7 @@ class StepBody:
         """Return the sum over all living ranks. Raises ``RuntimeError`` when plans differ."""
         tools = self._tools
         tools.publish("vote", self._view.living)
-        vector = layout.pack(tally)
-        dist.all_reduce(vector, group=tools.fabric.world)
-        total = layout.unpack(vector)
+        total = layout.unpack(tools.sums.over_ranks(layout.pack(tally)))
         if total.voters != len(self._view.living):
             raise RuntimeError(f"only {total.voters} of {len(self._view.living)} ranks took part in the vote")
         if total.plan != tally.plan * total.voters:

@@ -12,8 +12,9 @@ Invariant: both ends make the same messages, from placement and plan alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -30,14 +31,14 @@ from megatron.elastic.state.retained import Lent
 
 __all__ = ["Shipment", "ShipmentPlan", "plan_shipment", "way_to"]
 
+Kind = Callable[[tuple[StateBlock, ...]], BufferPool]
+
 
 @dataclass(frozen=True)
 class ShipmentPlan:
     """The messages of one rank, by peer."""
 
     group: dist.ProcessGroup
-    numbers: Mapping[int, int]
-    """Peer → its rank in the group."""
     outgoing: Mapping[int, tuple[BufferPool, ...]]
     incoming: Mapping[int, tuple[BufferPool, ...]]
 
@@ -51,12 +52,11 @@ class ShipmentPlan:
 def plan_shipment(way: Routes, cut: Cut, memory: MessageMemory, fabric: Fabric) -> ShipmentPlan:
     """Return the messages in which this rank's blocks go their ``way``, in one generation of ``fabric``."""
 
-    def pools(by_peer: Mapping[int, tuple[StateBlock, ...]]) -> dict[int, tuple[BufferPool, ...]]:
-        return {peer: tuple(map(memory.buffers, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
+    def pools(by_peer: Mapping[int, tuple[StateBlock, ...]], kind: Kind) -> dict[int, tuple[BufferPool, ...]]:
+        return {peer: tuple(map(kind, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
 
     group = fabric.group("mirror", range(fabric.slots))
-    numbers = {peer: dist.get_group_rank(group, peer) for peer in (*way.outgoing, *way.incoming)}
-    return ShipmentPlan(group, numbers, pools(way.outgoing), pools(way.incoming))
+    return ShipmentPlan(group, pools(way.outgoing, memory.outgoing), pools(way.incoming, memory.incoming))
 
 
 def way_to(tools: Tools, view: View, named: Placement) -> Routes:
@@ -68,30 +68,38 @@ def way_to(tools: Tools, view: View, named: Placement) -> Routes:
     return routes(tools.fabric.rank, view.placement, holders, tools.layouts)
 
 
+class _Arriving(NamedTuple):
+    """A message that is to come. ``message``: memory for it, if it does not come as a loan."""
+
+    owner: int
+    buffers: BufferPool
+    message: GradientMessage
+
+
 class Shipment:
     """See the module docstring. ``interval``: of comparisons. It receives from :meth:`post` on."""
 
     def __init__(self, tools: Tools, plan: ShipmentPlan, key: GradientKey, interval: int, tag: int) -> None:
-        self._tools, self._key, self._interval, self._tag = tools, key, interval, tag
+        self._tools, self._key, self._interval = tools, key, interval
         self._plan = plan
         self.disputes = Disputes()
         """Copies of this rank that differ from their owners'."""
+        self._transfers = tools.fabric.transfers(plan.group, tag)
         self._outgoing = {peer: deque([buffers.take() for buffers in pools]) for peer, pools in plan.outgoing.items()}
         self._rooms: dict[BlockKey, tuple[GradientMessage, int]] = {}
         for messages in self._outgoing.values():
             for message in messages:
                 self._rooms.update((block.key, (message, number)) for number, block in enumerate(message.blocks))
-        self._leaving: list[tuple[dist.Work, GradientMessage]] = []
-        self._arriving: dict[int, deque[tuple[dist.Work, GradientMessage]]] = {}
+        self._leaving: list[GradientMessage] = []
+        self._arriving: dict[int, _Arriving] | None = None
+        """By the number of its receive; None before :meth:`post`."""
 
     def post(self) -> None:
         """Post the receives, so that what comes is taken in beside other work."""
-        for owner, pools in self._plan.incoming.items():
-            self._arriving[owner] = deque([self._posted(owner, buffers.take()) for buffers in pools])
-
-    def _posted(self, owner: int, message: GradientMessage) -> tuple[dist.Work, GradientMessage]:
-        plan = self._plan
-        return plan.group.recv([message.whole], plan.numbers[owner], self._tag), message
+        incoming = [(owner, buffers) for owner, pools in self._plan.incoming.items() for buffers in pools]
+        arriving = [_Arriving(owner, buffers, buffers.take()) for owner, buffers in incoming]
+        self._transfers.receive([one.message.whole for one in arriving], [one.owner for one in arriving])
+        self._arriving = dict(enumerate(arriving))
 
     def room(self, key: BlockKey) -> Lent | None:
         """Return the memory of a message for the gradient of an owned block; None if it goes to no mirror."""
@@ -103,9 +111,8 @@ class Shipment:
         for peer, messages in self._outgoing.items():
             while messages and self._is_here(messages[0]):
                 self._send(peer, messages.popleft())
-        for arriving in self._arriving.values():
-            while arriving and arriving[0][0].is_completed():
-                self._take(*arriving.popleft())
+        if self._arriving:
+            self._take(self._arriving, self._transfers.come())
 
     def _is_here(self, message: GradientMessage) -> bool:
         return all(self._tools.pool.get(block.key).has_come(self._key) for block in message.blocks)
@@ -119,28 +126,36 @@ class Shipment:
             if retained.values is not part:
                 part.copy_(retained.on_host())
         message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
-        plan = self._plan
-        self._leaving.append((plan.group.send([message.whole], plan.numbers[peer], self._tag), message))
+        message.written = True
+        self._transfers.send(message.whole, peer)
+        self._leaving.append(message)
 
-    def _take(self, work: dist.Work, message: GradientMessage) -> None:
-        work.wait()
+    def _take(self, arriving: dict[int, _Arriving], received: Sequence[int]) -> None:
         pool = self._tools.pool
-        for number, block in enumerate(message.blocks):
-            pool.retain(block.key, self._key, message.parts[number], message.lend(number))
-        self.disputes.add(disputes(pool, message.blocks, self._key, self._interval, message.checksums))
-        message.let_go()
+        for one in received:
+            _, buffers, message = arriving.pop(one)
+            loan = self._transfers.loan(one)
+            if loan is None:
+                message.written = True
+            else:
+                message.let_go()
+                message = buffers.borrowed(loan)
+            for number, block in enumerate(message.blocks):
+                pool.retain(block.key, self._key, message.parts[number], message.lend(number))
+            self.disputes.add(disputes(pool, message.blocks, self._key, self._interval, message.checksums))
+            message.let_go()
 
     def complete(self) -> None:
         """Wait until the mirrors have this rank's messages, and it has theirs. All its blocks are reduced."""
-        if not self._arriving:
+        if self._arriving is None:
             self.post()
+        arriving = self._arriving or {}
         for peer, messages in self._outgoing.items():
             while messages:
                 self._send(peer, messages.popleft())
-        for owner, arriving in self._arriving.items():
-            while arriving:
-                self._tools.publish("mirror", (owner,))
-                self._take(*arriving.popleft())
-        for work, message in self._leaving:
-            work.wait()
+        while arriving:
+            self._tools.publish("mirror", tuple({one.owner for one in arriving.values()}))
+            self._take(arriving, self._transfers.wait())
+        self._transfers.wait()
+        for message in self._leaving:
             message.let_go()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS
+from megatron.elastic.comm.sums import Sums
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients
 from megatron.elastic.engine.compute.message_memory import MessageMemory
@@ -30,8 +30,12 @@ class Tools:
     interface: ModelInterface
     arena: Arena
     pool: StatePool
+    messages: MessageMemory
+    """The memory of messages to and from mirrors."""
     layouts: Mapping[tuple[int, int], UnitLayout]
     fabric: Fabric
+    sums: Sums
+    """Sums over all living ranks."""
     settings: Settings
     reach: Callable[[str, int], None]
     """Fault injection: (point, step)."""
@@ -48,7 +52,6 @@ class Tools:
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
-    messages: MessageMemory = field(default_factory=lambda: MessageMemory(CHECKSUM_SLOTS))
     relocation: Relocation | None = None
     """Moves copies between host and device as roles change; None where owners lie in host memory."""
 
