@@ -149,6 +149,13 @@ SECTIONS = (
         "The same with a batch of 64. Most of the cost is by parameter and step, so it falls with a step's length.",
         steady_tables.overhead,
     ),
+    Section(
+        "overhead_of_wide_layers",
+        "What does it cost with 13 times as many parameters?",
+        "The same with a hidden size of 512. Fixed costs of a step count for less, and moving and updating gradients for "
+        "more.",
+        steady_tables.overhead,
+    ),
     Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", steady_tables.overhead),
     Section(
         "watching",

@@ -36,7 +36,8 @@ def overhead(figures: Figures) -> str:
         ("step time with / without", spread(figures["step_ratio"])),
     ]
     tokens = f", {figures['tokens']:,} tokens a step" if "tokens" in figures else ""
-    return f"{figures['ranks']} ranks, one mirror{tokens}.\n\n{_table(rows)}"
+    hidden = f", hidden size {figures['hidden']}" if "hidden" in figures else ""
+    return f"{figures['ranks']} ranks, one mirror{tokens}{hidden}.\n\n{_table(rows)}"
 
 
 def watching(figures: Figures) -> str:

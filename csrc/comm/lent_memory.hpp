@@ -3,6 +3,7 @@
 // A message that lies here is sent by naming its place. The peer that takes it has it on loan until it returns it, also
 // over generations: it may keep what it received where the sender has it. The owner writes there again only when
 // nobody has it on loan. A peer that ends returns nothing: its loans are over when its process is known to be gone.
+// Nor does one whose link broke, which may still read: what it has is not used again as long as it is a member.
 //
 // Ranges are never given back to the kernel, whose seal against other writers forbids it too. They are used again.
 #pragma once

@@ -397,7 +397,7 @@ void Link::leave() {
 }
 
 void Loan::give_back() {
-  if (!over_.exchange(true)) link_->send_return(offset_);
+  if (getpid() == process_ && !over_.exchange(true)) link_->send_return(offset_);
 }
 
 // As send_ack, where the caller holds rx and tells afterwards.

@@ -4,6 +4,8 @@
 // nothing reads (Send) or writes (Recv) the user's memory any more.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <exception>
 #include <functional>
@@ -48,7 +50,8 @@ struct AnySource {
 
 class Link;
 
-// A message that a peer has lent; over at the end of this object's life, or before.
+// A message that a peer has lent; over at the end of this object's life, or before. A forked process has no part in it:
+// it may collect its parent's garbage, and locks that other threads held when it was forked are locked there for ever.
 class Loan {
  public:
   Loan(std::shared_ptr<Link> link, size_t offset, const char* data, size_t size)
@@ -68,6 +71,7 @@ class Loan {
   const size_t offset_;
   const char* const data_;
   const size_t size_;
+  const pid_t process_ = getpid();
   std::atomic<bool> over_{false};
 };
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -69,6 +70,11 @@ size_t shared_memory_headroom() {
 }
 
 size_t lent_bytes() {
+  // A limit on files or addresses is meant for what is used, and a signal ends who goes beyond the first one.
+  for (const auto resource : {RLIMIT_FSIZE, RLIMIT_AS}) {
+    rlimit limit{};
+    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return 0;
+  }
   constexpr uint64_t kMost = uint64_t(64) << 30;  // of some hundred ranks on a host, within 47 bits
   const auto machine = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
   return size_t(std::min(machine / 2, kMost)) & ~size_t(4095);

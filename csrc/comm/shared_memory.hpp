@@ -47,7 +47,8 @@ class SharedMemory {
 
 // Bytes that may be allocated without pressing the machine or its cgroup.
 size_t shared_memory_headroom();
-// Addresses that a process sets aside for what it lends: no more than memory could ever fill.
+// Addresses that a process sets aside for what it lends: no more than memory could ever fill; none where files or
+// addresses are limited.
 size_t lent_bytes();
 
 }  // namespace elastic::comm

@@ -1,6 +1,7 @@
 """Cost of elasticity while nothing fails: mirrors, votes, heartbeats, verification, as shares of a step.
 
-    python -m tools.bench.overhead [--ranks 4] [--batch 16] [--trials 3] [--mirrors 1] [--verify-interval 100]
+    python -m tools.bench.overhead [--ranks 4] [--batch 16] [--hidden 128] [--trials 3] [--mirrors 1]
+        [--verify-interval 100]
 
 Two measurements on the quickstart's model, data parallel over all ranks:
 
@@ -42,8 +43,8 @@ MODEL = QUIET + shlex.split("""
     --attention-dropout 0.1 --hidden-dropout 0.1
 """)
 """The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
-BATCH, LENGTH = 16, 128
-"""Sequences of a step there, and tokens of each."""
+BATCH, LENGTH, HIDDEN = 16, 128, 128
+"""Sequences of a step there, tokens of each, and the hidden size."""
 COSTS = ("ship", "checksums", "retain", "replay_mirrored", "vote", "publish")
 REPLACED = ("norm", "finite")
 
@@ -73,20 +74,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a step, 128 tokens each")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden size, a multiple of 32")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--mirrors", type=int, default=1)
     parser.add_argument("--verify-interval", type=int, default=100)
     options = parser.parse_args()
     verified = ("--elastic-verify-interval", str(options.verify_interval))
-    on = ("--elastic", "--elastic-mirrors", str(options.mirrors), *verified)
-    off = ("--elastic", "--elastic-mirrors", "0", "--elastic-verify-interval", "0")
+    sizes = ("--hidden-size", str(options.hidden), "--num-attention-heads", str(options.hidden // 32))
+    on = (*sizes, "--elastic", "--elastic-mirrors", str(options.mirrors), *verified)
+    off = (*sizes, "--elastic", "--elastic-mirrors", "0", "--elastic-verify-interval", "0")
     measured: list[dict[str, float]] = []
     replaced: list[dict[str, float]] = []
     walls: dict[str, list[float]] = {"with": [], "without": []}
     last: list[dict[str, Any]] = []
     for _ in range(options.trials):
         last, bare = run(options.ranks, options.batch, *on), run(options.ranks, options.batch, *off)
-        plain = run(options.ranks, options.batch, "--use-distributed-optimizer", script=PLAIN_WORKER)
+        plain = run(options.ranks, options.batch, *sizes, "--use-distributed-optimizer", script=PLAIN_WORKER)
         whole = step_seconds(last)
         measured.append(shares(last, COSTS, whole))
         replaced.append(shares(plain, REPLACED, whole))
@@ -98,6 +101,7 @@ def main() -> None:
         {
             "ranks": options.ranks,
             "tokens": options.batch * LENGTH,
+            "hidden": options.hidden,
             "mirrors": options.mirrors,
             "verify_interval": options.verify_interval,
             "share": {name: median_of([trial[name] for trial in measured]) for name in measured[0]},

@@ -69,6 +69,7 @@ STANDARD = {
     "overhead": Benchmark("overhead"),
     "overhead_of_two": Benchmark("overhead", ("--ranks", "2")),
     "overhead_of_long_steps": Benchmark("overhead", ("--batch", "64")),
+    "overhead_of_wide_layers": Benchmark("overhead", ("--hidden", "512")),
     "watching": Benchmark("watching"),
     "overlap": Benchmark("overlap", ("--trials", "3", "--kernels"), 1200),
     "overlap_link": Benchmark("overlap", ("--gbit", "5", "--bucket", "65536", "--trials", "3"), 1200),

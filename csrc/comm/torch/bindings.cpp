@@ -3,6 +3,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include "../reduce.hpp"
 #include "../side_channel.hpp"
@@ -76,13 +77,16 @@ std::pair<char*, size_t> memory_of(const at::Tensor& tensor) {
   return {static_cast<char*>(tensor.data_ptr()), elastic::comm::bytes_of(tensor)};
 }
 
-// Memory for `count` fp32 values that may be lent; none where there is no room, or no shared memory.
+// Memory for `count` fp32 values that may be lent; none where there is no room, or no shared memory. A forked process
+// that collects its parent's garbage gives nothing back (as with Loan).
 std::optional<at::Tensor> lendable(Hub& hub, size_t count) {
   const auto& outbox = hub.shared_outbox();
   char* const memory = outbox ? outbox->lent().take(count * sizeof(float)) : nullptr;
   if (memory == nullptr) return std::nullopt;
-  return at::from_blob(
-      memory, {int64_t(count)}, [outbox](void* at) { outbox->lent().give_back(static_cast<char*>(at)); }, at::kFloat);
+  const auto free = [outbox, process = getpid()](void* at) {
+    if (getpid() == process) outbox->lent().give_back(static_cast<char*>(at));
+  };
+  return at::from_blob(memory, {int64_t(count)}, free, at::kFloat);
 }
 
 py::bytes hmac(const py::bytes& key, const py::bytes& data) {

@@ -227,6 +227,26 @@ def a_loan_outlives_the_fabric(here: Here, fabric: Fabric) -> None:
     del memory
 
 
+def a_forked_process_ends_nothing(here: Here, fabric: Fabric) -> None:
+    """It may collect its parent's garbage, as processes that load data do."""
+    memory = sent(fabric, 1) if here.rank == 0 else None
+    loan = borrowed(fabric) if here.rank == 1 else None
+    where = 0 if memory is None else memory.data_ptr()
+    child = os.fork()
+    if child == 0:
+        if loan is not None:
+            loan.give_back()
+        del loan, memory
+        os._exit(0 if not where or fabric.lendable(COUNT).data_ptr() != where else 1)
+    assert os.waitpid(child, 0)[1] == 0, "memory is in use"
+    for _ in range(2):
+        dist.barrier()
+    if memory is not None:
+        assert fabric.on_loan(where)
+    dist.barrier()
+    del loan, memory
+
+
 def memory_is_cut_and_joined_again(here: Here, fabric: Fabric) -> None:
     """Any order of taking and giving back leaves ranges that do not overlap, and room for as much as before."""
     generator = torch.Generator().manual_seed(2024 + here.rank)
@@ -251,6 +271,7 @@ LOAN_CHECKS: tuple[Check, ...] = (
     a_loan_outlives_edits_and_ends_once,
     a_loan_that_nobody_took_ends_with_its_generation,
     a_loan_outlives_the_fabric,
+    a_forked_process_ends_nothing,
     memory_is_cut_and_joined_again,
 )
 LOSING_CHECKS: dict[Check, int] = {the_end_of_a_borrower_ends_its_loans: 3, the_end_of_a_lender_ends_no_loan: 0}
