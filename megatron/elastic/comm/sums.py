@@ -26,7 +26,7 @@ class Sums:
         self._tensor = [torch.empty(0, dtype=torch.float64)]
 
     def over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of ``values``, fp64, as many on every rank. Raises ``CommError``."""
+        """Return the sums of ``values``, fp64, one at least and as many on every rank. Raises ``CommError``."""
         if len(values) == len(self._numbers):
             self._numbers[:] = array("d", values)
         else:

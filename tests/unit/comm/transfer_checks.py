@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.sums import Sums
 from megatron.elastic.comm.transfers import Loan, Transfers
 from tests.unit.comm.fabric_checks import WORLD, Check, edit, same, values
 from tools.bench._common import Here
@@ -96,7 +97,14 @@ def an_edit_ends_a_wait(here: Here, fabric: Fabric) -> None:
         raise AssertionError("these are messages of another generation")
 
 
-CHECKS: tuple[Check, ...] = (messages_of_all_come_once_and_in_order,)
+def sums_are_over_all_ranks_whatever_was_summed_before(here: Here, fabric: Fabric) -> None:
+    sums = Sums(fabric.world)
+    for count in (3, 5, 5, 3):
+        got = sums.over_ranks([(here.rank + 1) * 2.0**number for number in range(count)])
+        assert got == [10 * 2.0**number for number in range(count)], (count, got)
+
+
+CHECKS: tuple[Check, ...] = (messages_of_all_come_once_and_in_order, sums_are_over_all_ranks_whatever_was_summed_before)
 LINK_CHECKS: tuple[Check, ...] = (come_waits_for_nothing, an_edit_ends_a_wait)
 
 # -- loans ---------------------------------------------------------------------
