@@ -152,7 +152,7 @@ SECTIONS = (
     Section(
         "overhead_of_wide_layers",
         "What does it cost with 13 times as many parameters?",
-        "The same with a hidden size of 512. Fixed costs of a step count for less, moving and updating gradients for more.",
+        "The same with a hidden size of 512. What each step costs counts for less, what each parameter costs for more.",
         steady_tables.overhead,
     ),
     Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", steady_tables.overhead),
