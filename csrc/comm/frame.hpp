@@ -3,9 +3,10 @@
 // A message is one or more frames with the same key, in order; `offset` and
 // `total` place each. A Reference frame carries no payload: it names a block of
 // the sender's outbox, which the receiver reads in place and hands back with an
-// Ack. A Lend frame names memory that the sender lends (lent_memory.hpp): the
-// receiver has it until its Return, whatever the generation. Other frames of an older generation than the receiver's
-// are discarded; frames of a newer one wait in the link.
+// Ack. A Lend frame names memory that the sender lends (lent_memory.hpp), which
+// the receiver has until its Return, whatever the generation. Other frames of an
+// older generation than the receiver's are discarded; frames of a newer one wait
+// in the link.
 //
 // The receiver keeps at most kEagerBytes of messages that it has not asked for.
 // A sender counts what it has sent against that; the receiver returns the cost

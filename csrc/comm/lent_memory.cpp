@@ -47,11 +47,11 @@ void LentMemory::give_back(const char* memory) {
   merge(range);
 }
 
-bool LentMemory::covers(const char* memory, size_t size) const {
+bool LentMemory::covers(const char* memory, size_t size) {
   const char* const base = memory_.data();
   if (memory < base + origin_ || memory >= base + memory_.size()) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto range = const_cast<LentMemory*>(this)->at(offset(memory));
+  const auto range = at(offset(memory));
   return range != ranges_.end() && range->second.taken && size <= range->first + range->second.size - offset(memory);
 }
 
@@ -72,9 +72,9 @@ void LentMemory::returned(size_t where, Borrower by) {
   merge(range);
 }
 
-bool LentMemory::on_loan(const char* memory) const {
+bool LentMemory::on_loan(const char* memory) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto range = const_cast<LentMemory*>(this)->at(offset(memory));
+  const auto range = at(offset(memory));
   return range != ranges_.end() && !range->second.loans.empty();
 }
 

@@ -36,14 +36,14 @@ class LentMemory {
   // What was taken is of no more use here. It is used again when no loan of it is left.
   void give_back(const char* at);
   // Whether `size` bytes from `at` on lie in what was taken at once.
-  bool covers(const char* at, size_t size) const;
+  bool covers(const char* at, size_t size);
   size_t offset(const char* at) const { return size_t(at - memory_.data()) - origin_; }
 
   // A loan of the range with `offset` in it; a borrower may have several.
   void lend(size_t offset, Borrower to);
   // One loan is over. Ignored where there is none.
   void returned(size_t offset, Borrower by);
-  bool on_loan(const char* at) const;
+  bool on_loan(const char* at);
   // Loans of borrowers that do not live are over.
   void keep_only(const std::function<bool(const Borrower&)>& lives);
 
@@ -59,7 +59,7 @@ class LentMemory {
 
   SharedMemory& memory_;
   const size_t origin_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   Ranges ranges_;
   size_t allocated_;  // pages before this offset are there
 };

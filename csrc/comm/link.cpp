@@ -392,6 +392,7 @@ void Link::leave() {
   {
     std::lock_guard<std::mutex> lock(tx_);
     failed_all_.store(true, std::memory_order_release);
+    drop_sends(std::make_exception_ptr(CommError("the link was let go")));  // also what was returned meanwhile
   }
   run_ended();
 }

@@ -27,6 +27,7 @@ struct Host : LinkHost {
   std::function<void(int by)> on_background = [](int) {};
   uint64_t generation() const override { return 1; }
   void block_returned(uint32_t) override {}
+  LentMemory* lent_memory() override { return nullptr; }
   void group_aborted(uint64_t, int) override {}
   BufferPool& buffers() override { return pool; }
   void wake_local() override {}
@@ -365,6 +366,11 @@ TEST(a_frame_that_breaks_the_rules_breaks_the_link) {
   h = frame(FrameKind::Ack);
   h.magic = 1;
   bad.push_back({h});
+  h = frame(FrameKind::Return);  // nothing was lent
+  bad.push_back({h});
+  h = frame(FrameKind::Lend);  // of memory that is not shared
+  h.total = 64;
+  bad.push_back({h});
   h = frame(FrameKind::Offer);
   std::vector<FrameHeader> offers;
   for (size_t i = 0; i < kMostOffers + kMostReferences + 1; ++i) {
@@ -414,7 +420,7 @@ TEST(random_frames_are_taken_in_or_break_the_link) {
       link.post(recvs.back());
     }
     for (int i = 0; i < 40 && !link.dead(); ++i) {
-      FrameHeader h = frame(FrameKind(1 + random() % 10));
+      FrameHeader h = frame(FrameKind(1 + random() % 12));
       h.generation = some({0, 1, 1, 1, 1, 1});
       h.key = {1, random() % 4};
       h.message = uint32_t(some({0, 0, 0, 1, 2}));

@@ -1,0 +1,123 @@
+// Messages that are waited for together, and memory on loan: as its lender wrote it for as long as a peer has it.
+#include <algorithm>
+#include <deque>
+#include <random>
+
+#include "../../csrc/comm/transfers.hpp"
+#include "ranks.hpp"
+
+namespace {
+
+constexpr size_t kCount = 20000;  // integers of a message: more than a ring holds
+
+// What rank `from` sends in `round`.
+int value_of(int from, int round) {
+  return 1000 * from + round;
+}
+
+// Memory of a rank's messages, as its owner uses it again.
+class Memory {
+ public:
+  explicit Memory(LentMemory& lent) : lent_(lent) {}
+  ~Memory() {
+    for (char* at : made_) lent_.give_back(at);
+  }
+  int* filled(int value) {
+    char* found = nullptr;
+    for (char* at : made_) {
+      if (!lent_.on_loan(at)) found = at;
+    }
+    if (found == nullptr) made_.push_back(found = lent_.take(kCount * sizeof(int)));
+    CHECK(found != nullptr);
+    auto* const values = reinterpret_cast<int*>(found);
+    std::fill(values, values + kCount, value);
+    return values;
+  }
+  size_t made() const { return made_.size(); }
+  bool none_on_loan() {
+    return std::none_of(made_.begin(), made_.end(), [this](char* at) { return lent_.on_loan(at); });
+  }
+
+ private:
+  LentMemory& lent_;
+  std::vector<char*> made_;
+};
+
+struct Kept {
+  std::shared_ptr<Loan> loan;
+  int value;
+};
+
+void give_back(const Kept& kept) {
+  const auto* const values = reinterpret_cast<const int*>(kept.loan->data());
+  CHECK(std::all_of(values, values + kCount, [&](int one) { return one == kept.value; }));
+  kept.loan->give_back();
+}
+
+}  // namespace
+
+// Each rank lends to both others in every round, keeps what it has for some rounds, and gives it back in any thread.
+TEST(a_loan_does_not_change_whatever_its_lender_and_edits_do) {
+  const unsigned seed = 20261128;
+  std::printf("  seed %u\n", seed);
+  Ranks ranks(3, true);
+  std::vector<std::unique_ptr<Memory>> memories;
+  for (auto& hub : ranks.hubs) memories.push_back(std::make_unique<Memory>(*hub->lent_memory()));
+  std::vector<std::deque<Kept>> kept(3);
+  std::vector<GroupPtr> groups;
+  for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
+  int round = 0;
+  for (uint64_t generation = 1; generation <= 8; ++generation) {
+    ranks.edit(generation, ranks.all());
+    const int first = round;
+    ranks.each(ranks.all(), [&](int r) {
+      std::mt19937 random(seed + unsigned(r) + unsigned(100 * generation));
+      auto& mine = kept[size_t(r)];
+      for (int at = first; at < first + 12; ++at) {
+        Transfers transfers(ranks.call(r, *groups[size_t(r)]), uint64_t(at));
+        std::vector<std::vector<int>> unused(2, std::vector<int>(kCount, -1));
+        for (int k = 0; k < 2; ++k) {
+          transfers.receive((r + k + 1) % 3, unused[size_t(k)].data(), kCount * sizeof(int), nullptr);
+        }
+        const int* const values = memories[size_t(r)]->filled(value_of(r, at));
+        for (int k = 0; k < 2; ++k) transfers.send((r + k + 1) % 3, values, kCount * sizeof(int), nullptr);
+        for (auto came = transfers.wait(); !came.empty(); came = transfers.wait()) {
+          for (int number : came) {
+            mine.push_back({transfers.loan(number), value_of((r + number + 1) % 3, at)});
+            CHECK(mine.back().loan != nullptr && unused[size_t(number)][0] == -1);
+          }
+        }
+        while (mine.size() > 4 || (!mine.empty() && random() % 3 == 0)) {
+          const Kept oldest = mine.front();
+          mine.pop_front();
+          std::thread(give_back, oldest).join();
+        }
+      }
+    });
+    round = first + 12;
+  }
+  for (auto& mine : kept) {
+    for (const Kept& one : mine) give_back(one);
+  }
+  ranks.edit(9, ranks.all());
+  ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  for (auto& memory : memories) CHECK(memory->none_on_loan() && memory->made() <= 8);
+}
+
+// What was lent and never received is handed back by the edit; so is what comes in an older generation.
+TEST(what_nobody_received_is_handed_back) {
+  Ranks ranks(2, true);
+  ranks.edit(1, ranks.all());
+  Memory memory(*ranks.hubs[0]->lent_memory());
+  std::vector<GroupPtr> groups;
+  for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
+  {
+    Transfers transfers(ranks.call(0, *groups[0]), 1);
+    for (int i = 0; i < 5; ++i) transfers.send(1, memory.filled(i), kCount * sizeof(int), nullptr);
+    CHECK(transfers.wait().empty() && memory.made() == 5);
+  }
+  ranks.edit(2, ranks.all());
+  for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  CHECK(memory.none_on_loan());
+}
