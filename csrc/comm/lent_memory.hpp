@@ -1,9 +1,9 @@
 // Memory of this process that peers on its host read in place, each for as long as it wants to.
 //
 // A message that lies here is sent by naming its place. The peer that takes it has it on loan until it returns it, also
-// over generations: it may keep what it received where the sender has it. The owner writes there again only when
-// nobody has it on loan. A peer that ends returns nothing: its loans are over when its process is known to be gone.
-// Nor does one whose link broke, which may still read: what it has is not used again as long as it is a member.
+// over generations: it may keep what it received where the sender has it. The owner writes there again only when no
+// loan of it is left. A peer that ends returns nothing: its loans are over when its process is known to be gone. A peer
+// whose link broke cannot return its loans, but may still read: they are over when it is no member any more.
 //
 // Ranges are never given back to the kernel, whose seal against other writers forbids it too. They are used again.
 #pragma once

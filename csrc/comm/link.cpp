@@ -379,13 +379,16 @@ bool Link::lend(const SendPtr& s) {
   return true;
 }
 
-// Of no generation: it is heard in any.
 void Link::send_return(size_t offset) {
-  FrameHeader h;
-  h.kind = FrameKind::Return;
+  hand_back(offset);
+  run_ended();
+}
+
+// As send_return, where the caller holds rx and tells afterwards. Of no generation: it is heard in any.
+void Link::hand_back(size_t offset) {
+  FrameHeader h = header_for({}, 0, FrameKind::Return);
   h.offset = offset;
   send_control(h);
-  run_ended();
 }
 
 void Link::leave() {

@@ -251,12 +251,6 @@ void Link::complete_loan(const RecvPtr& recv, size_t offset, size_t size) {
   complete(recv);
 }
 
-void Link::hand_back(size_t offset) {
-  FrameHeader h = control(FrameKind::Return, 0);
-  h.offset = offset;
-  send_control(h);
-}
-
 void Link::hand_over(const RecvPtr& recv, Arrived& message) {
   if (message.lent) return complete_loan(recv, message.offset, message.total);
   if (message.block >= 0) return complete_view(recv, uint32_t(message.block), message.offset, message.total);

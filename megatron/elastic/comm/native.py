@@ -119,6 +119,7 @@ class NativeFabric(Fabric):
             _log.warning("%s", notice)
         self._groups: dict[tuple[str, tuple[int, ...]], NativeGroup] = {}
         self._incarnation = incarnation
+        self._copies = False  # it was said that memory cannot be lent
         self._peers: dict[int, tuple[int, _comm.Peer]] = {}  # incarnation and peer, by rank
         self._living = registry.Living(frozenset(range(slots)))  # as torch's tables have it
         self._world = self._make(WORLD_ROLE, tuple(range(slots)), slot_space=not dense_world)
@@ -238,7 +239,12 @@ class NativeFabric(Fabric):
 
     def lendable(self, count: int) -> torch.Tensor:
         memory = self._hub.lendable(count)
-        return super().lendable(count) if memory is None else memory
+        if memory is not None:
+            return memory
+        if self._hub.self().unix_name and not self._copies:
+            self._copies = True
+            _log.warning("mirrors on this host copy gradients: shared memory is short, or limited by ulimit -f or -v")
+        return super().lendable(count)
 
     def on_loan(self, address: int) -> bool:
         return self._hub.on_loan(address)

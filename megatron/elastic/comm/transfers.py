@@ -73,12 +73,17 @@ class PostedTransfers:
         self._sends.append(self._group.send([values], dist.get_group_rank(self._group, to), self._tag))
 
     def come(self) -> list[int]:
-        return [number for number in list(self._open) if self._receives[number].is_completed() and self._over(number)]
+        came = []
+        for number in list(self._open):
+            if self._receives[number].is_completed():
+                self._end(number)  # at once: a later one of the same pair may be asked for its message only then
+                came.append(number)
+        return came
 
     def wait(self) -> list[int]:
         if self._open:
             first = self._open[0]
-            self._over(first)
+            self._end(first)
             return [first]
         for work in self._sends:
             work.wait()
@@ -87,7 +92,6 @@ class PostedTransfers:
     def loan(self, number: int) -> Loan | None:
         return None
 
-    def _over(self, number: int) -> bool:
+    def _end(self, number: int) -> None:
         self._receives[number].wait()
         self._open.remove(number)
-        return True

@@ -28,6 +28,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import Any
 
 from megatron.elastic import _process
@@ -46,7 +47,6 @@ _LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
-_MOST_TAILS = 1024
 _HEAD = struct.Struct("<qQQQ")
 _COMMITTED = struct.Struct("<qqqddQ")
 _FIGURES = struct.Struct(f"<6q4d{len(CAUSES)}d")
@@ -57,6 +57,13 @@ _U32 = struct.Struct("<I")
 _AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 48, 56, 60
 _AT_WAITING = _AT_PHASE + _PHASE_BYTES
 _NO_STEP = -1
+
+
+@lru_cache(maxsize=1024)
+def _tail(phase: str, waiting: tuple[int, ...]) -> bytes:
+    """Return an activity behind its head. There are few different ones in a generation."""
+    name, ranks = phase.encode()[:_PHASE_BYTES], waiting[:_MAX_WAITING]
+    return struct.pack(f"<HH{_PHASE_BYTES}s{len(ranks)}I", len(name), len(ranks), name, *ranks)
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,6 @@ class Slot:
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
         self._lasted: dict[str, int] = {}
         self._present = ("", 0)
-        self._tails: dict[tuple[str, tuple[int, ...]], bytes] = {}
-        """Phase and ranks waited for → an activity behind its head. There are few in a generation."""
 
     @classmethod
     def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:
@@ -103,23 +108,12 @@ class Slot:
         now, (before, since) = time.monotonic_ns(), self._present
         self._lasted[before], self._present = now - since, (activity.phase, now)
         usual = self._lasted.get(activity.phase, 0)
-        tail = self._tail(activity.phase, activity.waiting_for)
+        tail = _tail(activity.phase, activity.waiting_for)
         self._sequence += 2
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1)
         _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, now, usual)
         self._map[_AT_COUNTS : _AT_COUNTS + len(tail)] = tail
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
-
-    def _tail(self, phase: str, waiting: tuple[int, ...]) -> bytes:
-        known = self._tails.get((phase, waiting))
-        if known is not None:
-            return known
-        if len(self._tails) >= _MOST_TAILS:
-            self._tails.clear()
-        name, ranks = phase.encode()[:_PHASE_BYTES], waiting[:_MAX_WAITING]
-        layout = f"<HH{_PHASE_BYTES}s{len(ranks)}I"
-        tail = self._tails[phase, waiting] = struct.pack(layout, len(name), len(ranks), name, *ranks)
-        return tail
 
     def commit(self, step: Committed) -> None:
         """Write the newest committed step; costs a few stores."""

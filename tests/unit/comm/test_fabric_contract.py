@@ -7,9 +7,12 @@ real processes.
 from __future__ import annotations
 
 import importlib.util
+import logging
+import resource
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from megatron.elastic.comm.backend import install, make_fabric
 from megatron.elastic.comm.fabric import Fabric
@@ -107,3 +110,27 @@ def test_loan_and_loss(check: fabric_checks.Check) -> None:
 
 def test_dead_members_can_still_be_named() -> None:
     membership_checks.living_ranks_table()
+
+
+def test_where_files_are_limited_messages_are_copied_and_one_line_says_so() -> None:
+    def body(here: Here) -> list[str]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("megatron.elastic.comm.native").addHandler(handler)
+        fabric = build("shm", here)
+        install(fabric)
+        fabric_checks.edit(here, fabric, range(2), 1)
+        transfers, got = fabric.transfers(fabric.group("mirror", range(2)), 1), torch.zeros(1000)
+        transfers.receive([got], [1 - here.rank])
+        transfers.send(fabric.lendable(1000).fill_(here.rank), 1 - here.rank)
+        assert transfers.wait() == [0] and transfers.loan(0) is None and bool((got == 1 - here.rank).all())
+        assert not fabric.on_loan(fabric.lendable(1000).data_ptr())
+        here.exchange("done", True, range(2))
+        fabric.close()
+        return said
+
+    with Ranks(2, body) as ranks:
+        for said in ranks.results(range(2)).values():
+            assert len(said) == 1 and "ulimit -f" in said[0]

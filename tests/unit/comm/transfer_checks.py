@@ -131,15 +131,15 @@ def borrowed(fabric: Fabric, source: int = 0, salt: int = 0, tag: int = 8) -> Lo
     return loan
 
 
+def one_loan(here: Here, fabric: Fabric) -> tuple[torch.Tensor | None, Loan | None]:
+    """Rank 0 lends to rank 1. Returns the memory on the first and the loan on the second."""
+    return sent(fabric, 1) if here.rank == 0 else None, borrowed(fabric) if here.rank == 1 else None
+
+
 def a_loan_outlives_edits_and_ends_once(here: Here, fabric: Fabric) -> None:
     """The lender sees it end; memory of which a loan is left is not handed out again, though its tensor is gone."""
-    memory, loan, where = None, None, 0
-    if here.rank == 0:
-        memory = sent(fabric, 1)
-        where = memory.data_ptr()
-        assert fabric.on_loan(where)
-    if here.rank == 1:
-        loan = borrowed(fabric)
+    memory, loan = one_loan(here, fabric)
+    where = 0 if memory is None else memory.data_ptr()
     edit(here, fabric, WORLD, 2)
     del memory
     if here.rank == 0:
@@ -159,7 +159,7 @@ def a_loan_outlives_edits_and_ends_once(here: Here, fabric: Fabric) -> None:
 
 
 def a_loan_that_nobody_took_ends_with_its_generation(here: Here, fabric: Fabric) -> None:
-    """Whether it had arrived, or a receive had it whose transfers were let go."""
+    """Both a message that no receive was posted for, and one whose receiver let its transfers go."""
     where = sent(fabric, 1).data_ptr() if here.rank == 0 else 0
     kept = [sent(fabric, 2, tag=9)] if here.rank == 0 else []
     if here.rank == 2:
@@ -208,9 +208,8 @@ def the_end_of_a_borrower_ends_its_loans(here: Here, fabric: Fabric) -> None:
 
 
 def the_end_of_a_lender_ends_no_loan(here: Here, fabric: Fabric) -> None:
-    """Rank 0 is killed: its memory stays as long as rank 1 has it on loan, and the end of that loan reaches nobody."""
-    memory = sent(fabric, 1) if here.rank == 0 else None
-    loan = borrowed(fabric) if here.rank == 1 else None
+    """Rank 0 is killed. Rank 1 still reads its memory, and ends the loan though nobody hears of it."""
+    memory, loan = one_loan(here, fabric)
     pids = here.exchange("borrowed", os.getpid(), WORLD)
     if memory is not None:
         _end(here)
@@ -224,8 +223,7 @@ def the_end_of_a_lender_ends_no_loan(here: Here, fabric: Fabric) -> None:
 
 
 def a_loan_outlives_the_fabric(here: Here, fabric: Fabric) -> None:
-    memory = sent(fabric, 1) if here.rank == 0 else None
-    loan = borrowed(fabric) if here.rank == 1 else None
+    memory, loan = one_loan(here, fabric)
     here.exchange("borrowed", True, WORLD)
     fabric.close()
     here.exchange("closed", True, WORLD)
@@ -237,8 +235,7 @@ def a_loan_outlives_the_fabric(here: Here, fabric: Fabric) -> None:
 
 def a_forked_process_ends_nothing(here: Here, fabric: Fabric) -> None:
     """It may collect its parent's garbage, as processes that load data do."""
-    memory = sent(fabric, 1) if here.rank == 0 else None
-    loan = borrowed(fabric) if here.rank == 1 else None
+    memory, loan = one_loan(here, fabric)
     where = 0 if memory is None else memory.data_ptr()
     child = os.fork()
     if child == 0:

@@ -29,7 +29,7 @@ Blocks = tuple[StateBlock, ...]
 
 
 class LoanMemory(Protocol):
-    """Where memory comes from that peers may have on loan: a :class:`~megatron.elastic.comm.fabric.Fabric`."""
+    """Gives the memory of messages that peers can have on loan. A fabric is one."""
 
     def lendable(self, count: int) -> torch.Tensor:
         """See :meth:`Fabric.lendable`."""
