@@ -21,10 +21,9 @@ T* at(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad,
-          std::size_t count, double grad_multiplier, double lr, double beta1, double beta2, double eps,
-          double weight_decay, double bias_correction1, double bias_correction2, bool decoupled) {
-  // Scalars are combined in fp64 and rounded once to fp32, as torch does.
+// Scalars are combined in fp64 and rounded once to fp32, as torch does.
+es::AdamScalars adam_scalars(double grad_multiplier, double lr, double beta1, double beta2, double eps,
+                             double weight_decay, double bias_correction1, double bias_correction2, bool decoupled) {
   es::AdamScalars s;
   s.grad_multiplier = static_cast<float>(grad_multiplier);
   s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
@@ -35,7 +34,24 @@ void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_
   s.step_size = static_cast<float>(lr / bias_correction1);
   s.sqrt_correction2 = static_cast<float>(std::sqrt(bias_correction2));
   s.decoupled = decoupled;
-  es::adam_update(at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<const float>(grad), count, s);
+  return s;
+}
+
+es::Rows rows_at(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq) {
+  return {at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq)};
+}
+
+void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad,
+          std::size_t count, const es::AdamScalars& scalars) {
+  es::adam_update(rows_at(master, exp_avg, exp_avg_sq), at<const float>(grad), count, scalars);
+}
+
+void adam_twice(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad,
+                std::uintptr_t next, std::size_t count, const es::AdamScalars& scalars,
+                const es::AdamScalars& scalars_of_next) {
+  if (scalars.decoupled != scalars_of_next.decoupled) throw py::value_error("both steps must be decoupled, or neither");
+  es::adam_update_twice(rows_at(master, exp_avg, exp_avg_sq), at<const float>(grad), at<const float>(next), count,
+                        scalars, scalars_of_next);
 }
 
 void lion(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t grad, std::size_t count, double grad_multiplier,
@@ -108,9 +124,14 @@ void unfold(std::uintptr_t sum, std::uintptr_t out, std::size_t count, double sc
 PYBIND11_MODULE(_state, m) {
   m.doc() = "Optimizer updates, norms and hashes with bits fixed by their inputs (see csrc/state/update.hpp)";
   const auto free_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<es::AdamScalars>(m, "AdamScalars")
+      .def(py::init(&adam_scalars), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("weight_decay"), py::arg("bias_correction1"), py::arg("bias_correction2"),
+           py::arg("decoupled"));
   m.def("adam", &adam, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
-        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-        py::arg("weight_decay"), py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("decoupled"));
+        py::arg("count"), py::arg("scalars"));
+  m.def("adam_twice", &adam_twice, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+        py::arg("grad"), py::arg("next"), py::arg("count"), py::arg("scalars"), py::arg("scalars_of_next"));
   m.def("lion", &lion, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("grad"), py::arg("count"),
         py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"));
   m.def("sgd", &sgd, free_gil, py::arg("master"), py::arg("buffer"), py::arg("grad"), py::arg("count"),

@@ -22,35 +22,49 @@ inline std::uint16_t bf16_bits(float value) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? std::uint16_t{0x7fc0} : rounded;
 }
 
-ELASTIC_CLONES
-void adam_decoupled(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-                    const float* __restrict grad, std::size_t count, const AdamScalars& scalars) {
-  const AdamScalars s = scalars;
+// One element of a block's three rows.
+struct Element {
+  float master, exp_avg, exp_avg_sq;
+};
+
+template <bool decoupled>
+ELASTIC_INLINE Element after(const Element& at, float grad, const AdamScalars& s) {
+  const float g = decoupled ? grad * s.grad_multiplier : grad * s.grad_multiplier + s.decay * at.master;
+  const float p = decoupled ? at.master * s.decay : at.master;
+  const float m = at.exp_avg + s.one_minus_beta1 * (g - at.exp_avg);
+  const float v = at.exp_avg_sq * s.beta2 + (s.one_minus_beta2 * g) * g;
+  const float denominator = __builtin_sqrtf(v) / s.sqrt_correction2 + s.eps;
+  return {p - (s.step_size * m) / denominator, m, v};
+}
+
+// One step of each element, or two (`next` is not used for one): the second one finds its element in registers.
+template <bool decoupled, int steps>
+ELASTIC_INLINE void adam(const Rows& rows, const float* __restrict grad, const float* __restrict next,
+                         std::size_t count, const AdamScalars& scalars, const AdamScalars& scalars_of_next) {
+  float* __restrict master = rows.master;
+  float* __restrict exp_avg = rows.exp_avg;
+  float* __restrict exp_avg_sq = rows.exp_avg_sq;
+  const AdamScalars s = scalars, t = scalars_of_next;
   for (std::size_t i = 0; i < count; ++i) {
-    const float g = grad[i] * s.grad_multiplier;
-    const float p = master[i] * s.decay;
-    const float m = exp_avg[i] + s.one_minus_beta1 * (g - exp_avg[i]);
-    const float v = exp_avg_sq[i] * s.beta2 + (s.one_minus_beta2 * g) * g;
-    const float denominator = __builtin_sqrtf(v) / s.sqrt_correction2 + s.eps;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    master[i] = p - (s.step_size * m) / denominator;
+    Element x = after<decoupled>({master[i], exp_avg[i], exp_avg_sq[i]}, grad[i], s);
+    if (steps == 2) x = after<decoupled>(x, next[i], t);
+    master[i] = x.master;
+    exp_avg[i] = x.exp_avg;
+    exp_avg_sq[i] = x.exp_avg_sq;
   }
 }
 
 ELASTIC_CLONES
-void adam_l2(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-             const float* __restrict grad, std::size_t count, const AdamScalars& scalars) {
-  const AdamScalars s = scalars;
-  for (std::size_t i = 0; i < count; ++i) {
-    const float g = grad[i] * s.grad_multiplier + s.decay * master[i];
-    const float m = exp_avg[i] + s.one_minus_beta1 * (g - exp_avg[i]);
-    const float v = exp_avg_sq[i] * s.beta2 + (s.one_minus_beta2 * g) * g;
-    const float denominator = __builtin_sqrtf(v) / s.sqrt_correction2 + s.eps;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    master[i] = master[i] - (s.step_size * m) / denominator;
-  }
+void adam_once(const Rows& rows, const float* grad, std::size_t count, const AdamScalars& s) {
+  if (s.decoupled) return adam<true, 1>(rows, grad, grad, count, s, s);
+  adam<false, 1>(rows, grad, grad, count, s, s);
+}
+
+ELASTIC_CLONES
+void adam_twice(const Rows& rows, const float* grad, const float* next, std::size_t count, const AdamScalars& s,
+                const AdamScalars& t) {
+  if (s.decoupled) return adam<true, 2>(rows, grad, next, count, s, t);
+  adam<false, 2>(rows, grad, next, count, s, t);
 }
 
 ELASTIC_CLONES
@@ -90,10 +104,15 @@ void add_rows(const float* values, std::size_t rows, double* lanes) {
 
 }  // namespace
 
-void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::size_t count,
-                 const AdamScalars& s) {
+void adam_update(const Rows& rows, const float* grad, std::size_t count, const AdamScalars& s) {
   const DefaultFloatMode mode;
-  (s.decoupled ? adam_decoupled : adam_l2)(master, exp_avg, exp_avg_sq, grad, count, s);
+  adam_once(rows, grad, count, s);
+}
+
+void adam_update_twice(const Rows& rows, const float* grad, const float* next, std::size_t count, const AdamScalars& s,
+                       const AdamScalars& of_next) {
+  const DefaultFloatMode mode;
+  adam_twice(rows, grad, next, count, s, of_next);
 }
 
 void lion_update(float* master, float* exp_avg, const float* grad, std::size_t count, const LionScalars& s) {

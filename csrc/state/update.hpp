@@ -29,6 +29,13 @@ struct AdamScalars {
   bool decoupled;
 };
 
+// `count` elements of each row of a block: master, first and second moment.
+struct Rows {
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+};
+
 struct LionScalars {
   float grad_multiplier;
   float lr;
@@ -44,8 +51,12 @@ struct SgdScalars {
   float weight_decay;
 };
 
-void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::size_t count,
-                 const AdamScalars& s);
+void adam_update(const Rows& rows, const float* grad, std::size_t count, const AdamScalars& s);
+
+// Two steps, the second by `next`, with the bits of one after the other. The rows are read and written once: they come
+// from memory, as a rule, which takes most of an update's time. Both steps are decoupled or neither is.
+void adam_update_twice(const Rows& rows, const float* grad, const float* next, std::size_t count, const AdamScalars& s,
+                       const AdamScalars& of_next);
 
 // `exp_avg` is the momentum. An update of zero leaves its parameter, one that is not a number makes it none.
 void lion_update(float* master, float* exp_avg, const float* grad, std::size_t count, const LionScalars& s);

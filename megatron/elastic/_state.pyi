@@ -1,20 +1,29 @@
 """Types of the native module built from ``csrc/state`` (addresses are ``Tensor.data_ptr()``)."""
 
-def adam(
+class AdamScalars:
+    def __init__(
+        self,
+        grad_multiplier: float,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        bias_correction1: float,
+        bias_correction2: float,
+        decoupled: bool,
+    ) -> None: ...
+
+def adam(master: int, exp_avg: int, exp_avg_sq: int, grad: int, count: int, scalars: AdamScalars) -> None: ...
+def adam_twice(
     master: int,
     exp_avg: int,
     exp_avg_sq: int,
     grad: int,
+    next: int,
     count: int,
-    grad_multiplier: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction1: float,
-    bias_correction2: float,
-    decoupled: bool,
+    scalars: AdamScalars,
+    scalars_of_next: AdamScalars,
 ) -> None: ...
 def lion(
     master: int,

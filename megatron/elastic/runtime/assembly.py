@@ -76,7 +76,7 @@ from megatron.elastic.runtime.telemetry import (
 from megatron.elastic.runtime.tolerance import Tolerances
 from megatron.elastic.state.device_place import DevicePlace
 from megatron.elastic.state.layout import UnitLayout, UnitShard
-from megatron.elastic.state.memory import SUM_BYTES
+from megatron.elastic.state.memory import MIRROR_BYTES, OWNER_BYTES, SUM_BYTES
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.place import HOST
 from megatron.elastic.state.pool import StatePool
@@ -323,8 +323,9 @@ def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
 def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:
     """Return the costs of units before any measurement."""
     shape, dtype = job.interface.boundary(1)
-    copies, gradient = 1 + job.config.mirrors, _owners(job.config, hardware)[1] == "gradient"
-    every, owner = (16 * copies, 16) if gradient else (4 + 24 * copies, 28)
+    mirrors, gradient = job.config.mirrors, _owners(job.config, hardware)[1] == "gradient"
+    owner, mirror = (OWNER_BYTES, MIRROR_BYTES) if gradient else (28, 24)
+    every = owner + mirror * mirrors
     here = every if select().name == "cpu" else owner if hardware.owners.on_device else 0
     costs = unmeasured_profile(
         job.launch_topology,

@@ -14,7 +14,7 @@ not on how the range was split or aligned. NaN payloads may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_SIZE = torch.float32.itemsize
+
+
 @dataclass(frozen=True)
 class AdamScalars:
     """Scalars of one Adam step (fp64; each combination is rounded once to fp32).
@@ -64,10 +67,15 @@ class AdamScalars:
     """Types of the values that exp_avg and exp_avg_sq keep after the step."""
 
     @cached_property
-    def native(self) -> tuple[float, float, float, float, float, float, float, float, bool]:
-        """The last arguments of the native kernel."""
+    def native(self) -> _state.AdamScalars:
+        """The same for the native kernel."""
         rates = self.grad_multiplier, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay
-        return *rates, self.bias_correction1, self.bias_correction2, self.decoupled
+        return _state.AdamScalars(*rates, self.bias_correction1, self.bias_correction2, self.decoupled)
+
+    @cached_property
+    def fp32(self) -> bool:
+        """Whether all values stay fp32."""
+        return "bf16" not in self.moments
 
 
 @dataclass(frozen=True)
@@ -113,22 +121,36 @@ def adam_step(
     """
     n = master.numel()
     at, first, second, gradient = (address_of(row, n) for row in (master, exp_avg, exp_avg_sq, grad))
-    _state.adam(at, first, second, gradient, n, *scalars.native)
+    _state.adam(at, first, second, gradient, n, scalars.native)
 
 
-def adam_step_runs(state: torch.Tensor, grad: torch.Tensor, runs: Iterable[tuple[int, int, AdamScalars]]) -> None:
-    """Update the elements ``[start, stop)`` of each of ``runs`` in ``state`` (fp32 [3, n], as in a block).
+def adam_step_runs(
+    state: torch.Tensor,
+    runs: Sequence[tuple[int, int]],
+    steps: Sequence[tuple[torch.Tensor, Sequence[AdamScalars]]],
+) -> None:
+    """Make one step or two of the elements ``[start, stop)`` of each of ``runs`` in ``state`` (fp32 [3, n]: a block).
 
-    ``grad``: fp32 [n]. As :func:`adam_step` for each run, without a view of each tensor. Raises ``ValueError`` for
-    tensors of another kind or a run outside them.
+    ``steps``: gradient, fp32 [n], and scalars of each run. Two steps take one pass over ``state``, with the bits of one
+    after the other. As :func:`adam_step` for each run, without a view of each tensor. Raises ``ValueError`` for tensors
+    of another kind, a run outside them, or more steps.
     """
+    (grad, first), *more = steps
     n = grad.numel()
-    master, gradient, row = address_of(state, 3 * n), address_of(grad, n), n * grad.element_size()
-    for start, stop, scalars in runs:
+    master, row, here = address_of(state, 3 * n), n * _SIZE, address_of(grad, n)
+    if more:
+        ((grad, second),) = more
+        next_one = address_of(grad, n)
+    for number, (start, stop) in enumerate(runs):
         if not 0 <= start <= stop <= n:
             raise ValueError(f"elements {start} to {stop} of {n}")
-        at, skipped = master + start * grad.element_size(), start * grad.element_size()
-        _state.adam(at, at + row, at + 2 * row, gradient + skipped, stop - start, *scalars.native)
+        skipped, count, scalars = start * _SIZE, stop - start, first[number].native
+        at = master + skipped
+        if more:
+            by = here + skipped, next_one + skipped
+            _state.adam_twice(at, at + row, at + 2 * row, *by, count, scalars, second[number].native)
+        else:
+            _state.adam(at, at + row, at + 2 * row, here + skipped, count, scalars)
 
 
 def lion_step(

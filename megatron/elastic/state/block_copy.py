@@ -1,11 +1,19 @@
 """One rank's copy of one block: its numbers, its version, and the gradients that it retains.
 
 The pool (:mod:`pool`) changes copies and keeps their rules; other modules only read them.
+
+An update takes as long as its memory: it reads and writes 24 bytes a parameter, and the gradient's 4. So a copy whose
+numbers nothing reads, a mirror, may make two updates in one pass. Its version counts an update as soon as it is
+accepted, since all that the update needs is here.
+
+Invariant: the numbers that anything reads (:attr:`BlockCopy.store`) are those of the copy's version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,20 +21,34 @@ from megatron.elastic.state.layout import Run, StateBlock
 from megatron.elastic.state.place import BlockStore, Place
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.retained import Lent, Retained
+from megatron.elastic.state.step_scalars import Scalars
 
-__all__ = ["SLOTS", "BlockCopy"]
+__all__ = ["SLOTS", "TOGETHER", "TORN", "BlockCopy"]
 
 SLOTS = 2
-"""Gradients that a copy may retain."""
+"""Gradients that a copy may retain for steps to come."""
+TOGETHER = 2
+"""Updates that a mirror makes in one pass: those of this many versions, up to one that it divides."""
+TORN = -2
+"""Version of a copy while its numbers change, and of one whose update was interrupted."""
+
+
+class _Accepted(NamedTuple):
+    """An update that a copy's version counts and its numbers lack."""
+
+    gradient: Retained
+    scalars: Sequence[Scalars]
+    """Of each run."""
 
 
 @dataclass
 class BlockCopy:
-    """This rank's copy of one block. ``store``: its numbers, fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
+    """This rank's copy of one block. See the module docstring."""
 
     block: StateBlock
     runs: tuple[Run, ...]
-    store: BlockStore
+    made: BlockStore
+    """Its numbers without the updates that it has only accepted, fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
     version: int
     counted: bool = True
     lineage: str = ""
@@ -36,11 +58,24 @@ class BlockCopy:
     gradients: dict[GradientKey, Retained] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
     """Host memory for the next gradients, fp32 [numel] each."""
+    accepted: list[_Accepted] = field(default_factory=list)
+    """Updates that its version counts and :attr:`made` lacks, oldest first."""
 
     @property
     def place(self) -> Place:
         """The place of its numbers."""
-        return self.store.place
+        return self.made.place
+
+    @property
+    def store(self) -> BlockStore:
+        """Its numbers at its version. On another thread only where a guard is on the pool."""
+        if self.accepted:
+            self.catch_up()
+        return self.made
+
+    @store.setter
+    def store(self, store: BlockStore) -> None:
+        self.made = store
 
     @property
     def state(self) -> torch.Tensor:
@@ -88,13 +123,41 @@ class BlockCopy:
             retained.take_in(self.block.key, values)
         self.gradients[key] = retained
 
+    def accept(self, key: GradientKey, scalars: Sequence[Scalars]) -> None:
+        """Count the update by a retained gradient from now on; :meth:`catch_up` makes it. Raises ``KeyError``."""
+        self.accepted.append(_Accepted(self.gradients.pop(key), scalars))
+
+    def catch_up(self) -> None:
+        """Make the accepted updates. The copy is torn while it does, and if it does not get through."""
+        if not self.accepted:
+            return
+        version, self.version = self.version, TORN
+        place = self.made.place
+        updates = [(place.bring(by.values if place.on_device else by.on_host()), to) for by, to in self.accepted]
+        place.update(self.made.state, self.block.start, self.runs, updates)
+        done, self.accepted = self.accepted, []
+        self.version = version
+        for gradient, _ in done:
+            self._let_go(gradient)
+
     def release(self, key: GradientKey) -> None:
         """Forget a gradient. Give its memory back to whom it belongs, or keep it for the next one."""
-        gone = self.gradients.pop(key)
+        self._let_go(self.gradients.pop(key))
+
+    def _let_go(self, gone: Retained) -> None:
         if gone.lent is not None:
             gone.lent.give_back()
         elif gone.staged is None and len(self.spare) < SLOTS and _is_whole(gone.values):
             self.spare.append(gone.values)
+
+    def bytes_held(self) -> int:
+        """Return the bytes of its numbers, before the last change too, and of gradients that no other process has."""
+        retained = [*self.gradients.values(), *(one.gradient for one in self.accepted)]
+        tensors = [one.values for one in retained if one.lent is None or not one.lent.elsewhere]
+        tensors += [self.made.state, *self.spare]
+        if self.previous is not None:
+            tensors.append(self.previous[1].state)
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

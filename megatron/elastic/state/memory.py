@@ -11,13 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OWNER_BYTES", "SUM_BYTES", "Bytes", "MemoryRow", "Training", "memory_rows", "table"]
+from megatron.elastic.state.block_copy import TOGETHER
+
+__all__ = ["MIRROR_BYTES", "OWNER_BYTES", "SUM_BYTES", "Bytes", "MemoryRow", "Training", "memory_rows", "table"]
 
 _STATE = 12
 """Of a copy: master, first and second moment, fp32."""
 _GRADIENT = 4
 OWNER_BYTES = _STATE + _GRADIENT
-"""Of a copy in ``gradient`` mode, with the gradient that it retains."""
+"""Of an owned copy in ``gradient`` mode, with the gradient that it retains."""
+MIRROR_BYTES = _STATE + TOGETHER * _GRADIENT
+"""Of a mirrored copy in ``gradient`` mode, with the gradients of the steps that it makes together."""
 SUM_BYTES = 8
 """Of a gradient's sum in exact mode, beside the gradient."""
 _GIB = 2**30
@@ -76,7 +80,7 @@ class Training:
     @property
     def mirror(self) -> Bytes:
         """Bytes of mirrored blocks."""
-        held = 2 * _STATE if self.snapshot == "state" else _STATE + _GRADIENT
+        held = 2 * _STATE if self.snapshot == "state" else MIRROR_BYTES
         return Bytes(0, self.mirrors * held / self.ranks)
 
 

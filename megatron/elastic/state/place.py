@@ -34,7 +34,10 @@ from megatron.elastic.state.layout import Matrix, Run
 from megatron.elastic.state.muon_step import MuonScalars, muon_step
 from megatron.elastic.state.step_scalars import Scalars
 
-__all__ = ["HOST", "BlockStore", "HostPlace", "Place", "Staged", "StagedTensor", "read_together"]
+__all__ = ["HOST", "BlockStore", "HostPlace", "Place", "Staged", "StagedTensor", "Update", "read_together"]
+
+Update = tuple[torch.Tensor, Sequence[Scalars]]
+"""The gradient of one step of a block, fp32 [n], and the scalars of each of its runs."""
 
 
 class Staged(Protocol):
@@ -84,25 +87,30 @@ class Place(ABC):
         """Return ``values``, which lie here, in host memory: the same tensor if this is the host's."""
         return self.stage(values).wait()
 
-    def update(
-        self, state: torch.Tensor, gradient: torch.Tensor, start: int, steps: Sequence[tuple[Run, Scalars]]
-    ) -> None:
-        """Step runs of one block in place. ``state``: fp32 [3, n], ``gradient``: [n], from element ``start`` on."""
-        numbers = (*state.unbind(), gradient)
-        for run, scalars in steps:
-            master, first, second, grad = (row[run.start - start : run.stop - start] for row in numbers)
-            if isinstance(scalars, AdamScalars):
-                self.adam(master, first, second, grad, scalars)
-                for moment, kind in zip((first, second), scalars.moments, strict=True):
-                    if kind == "bf16":
-                        self.keep_in_bf16(moment)
-            elif isinstance(scalars, LionScalars):
-                self.lion(master, first, grad, scalars)
-            elif isinstance(scalars, SgdScalars):
-                self.sgd(master, first, grad, scalars)
-            else:
-                assert run.matrix is not None, "only matrices are stepped by Muon"
-                self.muon(master, first, grad, run.matrix, scalars)
+    def update(self, state: torch.Tensor, start: int, runs: Sequence[Run], updates: Sequence[Update]) -> None:
+        """Step ``runs`` of one block in place, by one update after another.
+
+        ``state``: fp32 [3, n], from element ``start`` of its layout on.
+        """
+        for gradient, scalars in updates:
+            numbers = (*state.unbind(), gradient)
+            for run, by in zip(runs, scalars, strict=True):
+                self._step(run, tuple(row[run.start - start : run.stop - start] for row in numbers), by)
+
+    def _step(self, run: Run, numbers: tuple[torch.Tensor, ...], scalars: Scalars) -> None:
+        master, first, second, grad = numbers
+        if isinstance(scalars, AdamScalars):
+            self.adam(master, first, second, grad, scalars)
+            for moment, kind in zip((first, second), scalars.moments, strict=True):
+                if kind == "bf16":
+                    self.keep_in_bf16(moment)
+        elif isinstance(scalars, LionScalars):
+            self.lion(master, first, grad, scalars)
+        elif isinstance(scalars, SgdScalars):
+            self.sgd(master, first, grad, scalars)
+        else:
+            assert run.matrix is not None, "only matrices are stepped by Muon"
+            self.muon(master, first, grad, run.matrix, scalars)
 
     @abstractmethod
     def adam(
@@ -141,7 +149,7 @@ class Place(ABC):
 
 
 def _is_plain_adam(scalars: Scalars) -> TypeGuard[AdamScalars]:
-    return isinstance(scalars, AdamScalars) and "bf16" not in scalars.moments
+    return isinstance(scalars, AdamScalars) and scalars.fp32
 
 
 class HostPlace(Place):
@@ -158,14 +166,12 @@ class HostPlace(Place):
     def stage(self, values: torch.Tensor) -> Staged:
         return StagedTensor(values)
 
-    def update(
-        self, state: torch.Tensor, gradient: torch.Tensor, start: int, steps: Sequence[tuple[Run, Scalars]]
-    ) -> None:
-        runs = [(run.start - start, run.stop - start, s) for run, s in steps if _is_plain_adam(s)]
-        if len(runs) == len(steps):
-            adam_step_runs(state, gradient, runs)
+    def update(self, state: torch.Tensor, start: int, runs: Sequence[Run], updates: Sequence[Update]) -> None:
+        plain = [(gradient, [one for one in scalars if _is_plain_adam(one)]) for gradient, scalars in updates]
+        if len(plain) <= 2 and all(len(scalars) == len(runs) for _, scalars in plain):
+            adam_step_runs(state, [(run.start - start, run.stop - start) for run in runs], plain)
         else:
-            super().update(state, gradient, start, steps)
+            super().update(state, start, runs, updates)
 
     def adam(
         self,

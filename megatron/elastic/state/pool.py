@@ -12,6 +12,8 @@ Invariants
 - ``apply`` is atomic per block and idempotent: a block at the record's version or
   beyond is not changed; a block whose update was interrupted is *torn* and counts as
   no copy.
+- A mirror may accept an update and make it with the next one (:mod:`block_copy`), but not while a guard is
+  on the pool. So other threads never make updates.
 - A copy being added does not count until :meth:`admit`.
 - A retained gradient has its host form (:meth:`BlockCopy.host_gradient`) from its arrival on, whatever the place of
   its copy: mirrors, hashes and norms need it there.
@@ -26,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from megatron.elastic.state.block_copy import SLOTS, BlockCopy
+from megatron.elastic.state.block_copy import SLOTS, TOGETHER, TORN, BlockCopy
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.notes import Notes
@@ -38,8 +40,6 @@ from megatron.elastic.state.retained import Lender, Lent, Part, Retained
 from megatron.elastic.state.step_scalars import StepScalars
 
 __all__ = ["StateError", "StatePool"]
-
-TORN = -2
 
 
 class StateError(RuntimeError):
@@ -163,10 +163,7 @@ class StatePool:
 
     def bytes_held(self) -> int:
         """Return the bytes of states, of previous states (``state`` mode) and of gradient buffers."""
-        copies = self._copies.values()
-        tensors = [t for c in copies for t in (c.state, *(g.values for g in c.gradients.values()), *c.spare)]
-        tensors += [c.previous[1].state for c in copies if c.previous is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(copy.bytes_held() for copy in self._copies.values())
 
     def flip_bit(self, key: BlockKey, tensor: str) -> None:
         """Flip one bit of a copy, as failing memory would (fault injection)."""
@@ -265,8 +262,12 @@ class StatePool:
         """Begin with the record of the state just loaded or initialised."""
         self.records = {record.version: record}
 
-    def apply(self, record: StepRecord, keys: Collection[BlockKey] | None = None) -> tuple[BlockKey, ...]:
+    def apply(
+        self, record: StepRecord, keys: Collection[BlockKey] | None = None, unread: Collection[BlockKey] = ()
+    ) -> tuple[BlockKey, ...]:
         """Bring copies (all, or ``keys``) to ``record.version``; returns the updated ones, ascending.
+
+        ``unread``: blocks whose numbers nothing is to read, as a rule. Their updates may wait for the next one.
 
         Idempotent. Raises :class:`StateError` if a copy is neither at the version nor one step before it
         with the gradient that the record names; copies earlier in the order are then already updated.
@@ -276,7 +277,7 @@ class StatePool:
         for key in sorted(self._copies if keys is None else keys):
             copy = self.get(key)
             if copy.version < record.version:
-                gradient = self._step(copy, by)
+                gradient = self._step(copy, by, waits=key in unread)
                 if gradient is not None and gradient is not last:  # one key for all, as a rule
                     self.notes.applied(record.version, gradient)
                     last = gradient
@@ -335,7 +336,7 @@ class StatePool:
         """Return the key of the retained gradient that brings ``copy`` to ``record``; None if there is none."""
         return record.gradient if record.gradient in copy.gradients else None
 
-    def _step(self, copy: BlockCopy, by: StepScalars) -> GradientKey | None:
+    def _step(self, copy: BlockCopy, by: StepScalars, waits: bool = False) -> GradientKey | None:
         """Bring ``copy`` to the record of ``by``; return the key of the gradient that it was updated by, if any."""
         record = by.record
         if copy.version != record.version - 1:
@@ -348,21 +349,16 @@ class StatePool:
             content = "" if gradient is None else copy.gradient_hash(gradient)
             copy.lineage = next_lineage(copy.lineage, content, record.digest)
             if gradient is not None:
-                copy.version = TORN
-                steps = [(run, by.of(run)) for run in copy.runs]
-                copy.place.update(copy.state, self._brought(copy, gradient), copy.block.start, steps)
+                copy.accept(gradient, [by.of(run) for run in copy.runs])
             copy.version = record.version
+            if not waits or self._guards or record.version % TOGETHER == 0:
+                copy.catch_up()
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)
         return gradient
 
     def _named(self, copy: BlockCopy) -> str:
         return f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
-
-    def _brought(self, copy: BlockCopy, gradient: GradientKey) -> torch.Tensor:
-        """Return a retained gradient in the place of its copy, which may have moved since it came."""
-        retained = copy.gradients[gradient]
-        return copy.place.bring(retained.values if copy.place.on_device else retained.on_host())
 
     # --- reports and views --------------------------------------------------------------------
 
@@ -406,7 +402,10 @@ class StatePool:
 
         It is entered before the copy is brought to ``record.version`` (its gradient is still
         retained) or, with ``None``, before it is dropped. Returns a function that removes the guard.
+        On the training thread.
         """
+        for copy in self._copies.values():
+            copy.catch_up()
         self._guards.append(guard)
         return lambda: self._guards.remove(guard)
 

@@ -6,7 +6,7 @@ copy goes the other way.
 
 Invariants
 - A copy moves inside the guard of its changes: it has one version in either place, and moves before or after a step,
-  never during one. The training thread waits for one block at most.
+  never during one. The training thread waits for one block at most. The guard is on the pool only while copies move.
 - Memory is reserved by the training thread (:mod:`device_place`), and only as much as is free beyond what the
   allocator holds for the work of a step. Blocks that do not fit stay on the host, where they are stepped as well. That
   may be one whose bytes are free: allocators take memory in larger pieces, and other ranks take it meanwhile.
@@ -62,7 +62,8 @@ class Relocation:
         """True if the user knows that some blocks do not fit."""
         self.error: Exception | None = None
         """Raised by a move; again by the next :meth:`follow`."""
-        self._remove = pool.add_guard(self._around_change)
+        self._remove: Callable[[], None] | None = None
+        """Takes the guard off the pool."""
 
     def follow(self, owned: tuple[StateBlock, ...]) -> None:
         """Begin to move copies to the places that their roles give them. ``owned``: the view's owned blocks.
@@ -71,9 +72,14 @@ class Relocation:
         """
         if self.error is not None:
             raise self.error
+        if self._remove is not None and not self._running:
+            self._remove()
+            self._remove = None
         if owned is self._owned:
             return
         self._owned = owned
+        if self._remove is None:
+            self._remove = self._pool.add_guard(self._around_change)
         with self._held():
             self._waiting = self._due({block.key for block in owned})
             begins = bool(self._waiting) and not self._running

@@ -43,6 +43,8 @@ class Lent:
 
     values: torch.Tensor
     give_back: Callable[[], None]
+    elsewhere: bool = False
+    """True if it is another process's."""
 
 
 class Lender(Protocol):

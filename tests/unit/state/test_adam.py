@@ -20,6 +20,7 @@ from megatron.elastic.state.adam import (
     LionScalars,
     SgdScalars,
     adam_step,
+    adam_step_runs,
     adam_step_tensors,
     lion_step,
     round_to_bf16,
@@ -52,6 +53,36 @@ def test_bits_do_not_depend_on_where_a_range_is_split(seed, n, cuts, decoupled):
     for a, b in pairwise(edges):
         adam_step(*(t[a:b] for t in parts), scalars(decoupled=decoupled))
     assert all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(whole, parts, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 300), st.booleans(), st.integers(0, 300))
+def test_two_steps_in_one_pass_have_the_bits_of_one_after_the_other(seed, n, decoupled, cut):
+    """Each run has scalars of its own; the second step's differ from the first's."""
+    (*rows, grad), next_grad = state(n, seed), state(n, seed + 1)[3]
+    runs = [(0, min(cut, n)), (min(cut, n), n)]
+    steps = [
+        (values, [scalars(number, decoupled, multiplier) for multiplier in (0.37, 1.5)])
+        for number, values in ((3, grad), (4, next_grad))
+    ]
+    at_once, in_turn = torch.stack(rows), torch.stack(rows)
+    adam_step_runs(at_once, runs, steps)
+    for step in steps:
+        adam_step_runs(in_turn, runs, [step])
+    assert torch.equal(at_once.view(torch.int32), in_turn.view(torch.int32))
+
+
+def test_steps_in_one_pass_are_refused_beyond_two_or_outside_the_block():
+    *rows, grad = state(8, 0)
+    block, step = torch.stack(rows), (grad, [scalars()])
+    with pytest.raises(ValueError, match="unpack"):
+        adam_step_runs(block, [(0, 8)], [step] * 3)
+    with pytest.raises(ValueError, match="elements 4 to 9 of 8"):
+        adam_step_runs(block, [(4, 9)], [step])
+    with pytest.raises(ValueError, match="decoupled"):
+        adam_step_runs(block, [(0, 8)], [step, (grad, [scalars(decoupled=False)])])
+    with pytest.raises(ValueError, match="contiguous"):
+        adam_step_runs(block, [(0, 8)], [step, (grad[:4], [scalars()])])
 
 
 @settings(max_examples=40, deadline=None)

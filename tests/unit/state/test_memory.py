@@ -15,8 +15,10 @@ from megatron.elastic.runtime.owner_memory import lines, training_of
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.memory import Training, memory_rows
 from megatron.elastic.state.pool import StatePool
-from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate
+from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
 from tools.memory_table import CASES
+
+RATES = (Rate(1e-2, 0.1),)
 
 
 def each(training: Training) -> dict[str, tuple[float, float]]:
@@ -26,13 +28,18 @@ def each(training: Training) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("snapshot", ["gradient", "state"])
 def test_the_pool_holds_the_bytes_that_the_table_names(snapshot):
     layout = UnitLayout.build(0, 0, [ParamSpec("weight", 4096, (64, 64), True, 1.0)], 4096)
-    pool = StatePool(0, {(0, 0): layout}, Hyper(ConstantSchedule((Rate(1e-2, 0.1),))), snapshot)
+    pool = StatePool(0, {(0, 0): layout}, Hyper(ConstantSchedule(RATES)), snapshot)
     owned, mirrored = layout.blocks[0], layout.blocks[1]
     for block in (owned, mirrored):
         pool.put(block.key, torch.ones(block.numel), 0)
     pool.retain(owned.key, GradientKey(0, 1), torch.ones(owned.numel))
-    if snapshot == "gradient":
+    if snapshot == "gradient":  # the mirror has accepted one step and waits for the next one's vote
         pool.retain(mirrored.key, GradientKey(0, 1), torch.ones(mirrored.numel))
+        before = StepRecord.initial(pool.hyper)
+        vote = Vote(GradientKey(0, 1), [1.0], False, 1.0, 1.0, 8, rates=RATES)
+        pool.apply(advance(before, vote, pool.hyper), unread=(mirrored.key,))
+        for block in (owned, mirrored):
+            pool.retain(block.key, GradientKey(1, 1), torch.ones(block.numel))
     else:
         for block in (owned, mirrored):
             pool._keep_previous(pool.get(block.key))
@@ -43,17 +50,17 @@ def test_the_pool_holds_the_bytes_that_the_table_names(snapshot):
 
 def test_owners_on_a_device_take_four_bytes_more_than_megatrons():
     rows = each(Training(1 << 30, 8, itemsize=2, mirrors=1, on_device=True))
-    assert rows["in all"] == (6 + 16 / 8, 8 / 8 + 16 / 8)
+    assert rows["in all"] == (6 + 16 / 8, 8 / 8 + 20 / 8)
     assert rows["Megatron, distributed optimizer"] == (6 + 12 / 8, 0)
     host = each(Training(1 << 30, 8, itemsize=2, mirrors=1, on_device=False))
-    assert host["in all"] == (6, 32 / 8)
+    assert host["in all"] == (6, 36 / 8)
 
 
 def test_on_a_cpu_all_memory_is_the_hosts():
     rows = each(Training(100, 2, itemsize=4, mirrors=2, on_device=False, accelerator=False))
     assert all(device == 0 for device, _ in rows.values())
     assert (
-        rows["in all"][1] == 8 + (12 + 2 * 4) / 2 + 2 * 16 / 2
+        rows["in all"][1] == 8 + (12 + 2 * 4) / 2 + 2 * 20 / 2
         and rows["Megatron, distributed optimizer"][1] == 8 + 8 / 2
     )
 

@@ -42,10 +42,12 @@ class GradientMessage:
     """The gradients of ``blocks``, one after another, and some values a block behind them. It has one user so far.
 
     ``whole``: fp32, all of it. ``parts``: the gradient of each block. ``checksums``: the bytes of what is behind them.
-    ``free`` is called when its last user is done; it has one again then.
+    ``free`` is called when its last user is done; it has one again then. ``elsewhere``: it is in another process.
     """
 
-    def __init__(self, blocks: Blocks, whole: torch.Tensor, free: Callable[[GradientMessage], None]) -> None:
+    def __init__(
+        self, blocks: Blocks, whole: torch.Tensor, free: Callable[[GradientMessage], None], elsewhere: bool = False
+    ) -> None:
         self.blocks = blocks
         self.whole, self.address = whole, whole.data_ptr()
         sizes = [block.numel for block in blocks]
@@ -55,7 +57,7 @@ class GradientMessage:
         """False while the kernel has not provided its pages: no message has come, or is to be sent, in it."""
         self.loan: Loan | None = None
         """The loan by which a mirror has it."""
-        self._lent = [Lent(part, self.let_go) for part in self.parts]
+        self._lent = [Lent(part, self.let_go, elsewhere) for part in self.parts]
         self._free, self._users = free, 1
 
     def lend(self, number: int) -> Lent:
@@ -100,7 +102,7 @@ class BufferPool:
         """Return the message that has come as ``loan``. The loan ends when its last user is done."""
         message = self._borrowed.pop(loan.address, None)
         if message is None:
-            message = GradientMessage(self.blocks, loan.values(), self._give_back)
+            message = GradientMessage(self.blocks, loan.values(), self._give_back, elsewhere=True)
         message.loan = loan
         return message
 

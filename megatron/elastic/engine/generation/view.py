@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch.distributed as dist
@@ -109,6 +110,11 @@ class View:
     def assignment(self) -> Assignment:
         """Units of each cell."""
         return self.configuration.assignment
+
+    @cached_property
+    def mirrored_keys(self) -> frozenset[BlockKey]:
+        """Keys of :attr:`mirrored`."""
+        return frozenset(block.key for block in self.mirrored)
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:

@@ -292,9 +292,10 @@ class StepCommit:
         pool, step = at.tools.pool, at.record.version
         with at.timer.phase("update"):
             keys = [block.key for block in at.view.owned] if pool.snapshot == "state" else tuple(pool)
-            pool.apply(at.record, keys[: len(keys) // 2])
+            unread = at.view.mirrored_keys
+            pool.apply(at.record, keys[: len(keys) // 2], unread)
             at.tools.reach("mid_update", step)
-            pool.apply(at.record, keys)
+            pool.apply(at.record, keys, unread)
         at.tools.reach("after_update", step)
         if pool.snapshot == "state" and self.followed < step:
             with at.timer.phase("ship"):
