@@ -276,11 +276,11 @@ def check_reduced_blocks_leave_when_the_device_has_brought_them_and_the_host_wai
         shipment = Shipment(tools, plan_shipment(way, Cut((0,), LAYOUT.numel), messages, fabric), key, 0, 7)
         pool.retain_all(key, {block.key: gradients[block.start : block.stop] for block in LAYOUT.blocks}, shipment)
         shipment.advance()
-        assert not shipment._leaving, "the device has not come so far"
+        assert len(shipment.unsent) == 1, "the device has not come so far"
         end = time.monotonic() + 20
-        while not shipment._leaving and time.monotonic() < end:
+        while shipment.unsent and time.monotonic() < end:
             shipment.advance()
-        assert len(shipment._leaving) == 1
+        assert not shipment.unsent
         shipment.complete()
     received = torch.zeros(LAYOUT.numel + CHECKSUM_SLOTS * len(LAYOUT.blocks))
     assert pair.groups[1].recv([received], 0, 7).wait() and received[: LAYOUT.numel].tolist() == gradients.tolist()

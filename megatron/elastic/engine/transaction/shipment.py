@@ -11,10 +11,9 @@ Invariant: both ends make the same messages, from placement and plan alone.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -36,27 +35,35 @@ Kind = Callable[[tuple[StateBlock, ...]], BufferPool]
 
 @dataclass(frozen=True)
 class ShipmentPlan:
-    """The messages of one rank, by peer."""
+    """The messages of one rank: (peer, memory) of each, those of a peer in the order in which they are sent."""
 
     group: dist.ProcessGroup
-    outgoing: Mapping[int, tuple[BufferPool, ...]]
-    incoming: Mapping[int, tuple[BufferPool, ...]]
+    outgoing: tuple[tuple[int, BufferPool], ...]
+    incoming: tuple[tuple[int, BufferPool], ...]
+
+    @cached_property
+    def rooms(self) -> Mapping[BlockKey, tuple[int, int]]:
+        """Owned block → number of its message among the outgoing ones, and of the block within it."""
+        return {
+            block.key: (message, number)
+            for message, (_, buffers) in enumerate(self.outgoing)
+            for number, block in enumerate(buffers.blocks)
+        }
 
     def prepare(self) -> None:
         """Allocate memory for all of them beside earlier steps. On any thread."""
-        for pools in (*self.outgoing.values(), *self.incoming.values()):
-            for buffers in pools:
-                buffers.prepare()
+        for _, buffers in (*self.outgoing, *self.incoming):
+            buffers.prepare()
 
 
 def plan_shipment(way: Routes, cut: Cut, memory: MessageMemory, fabric: Fabric) -> ShipmentPlan:
     """Return the messages in which this rank's blocks go their ``way``, in one generation of ``fabric``."""
 
-    def pools(by_peer: Mapping[int, tuple[StateBlock, ...]], kind: Kind) -> dict[int, tuple[BufferPool, ...]]:
-        return {peer: tuple(map(kind, messages_of(blocks, cut))) for peer, blocks in by_peer.items()}
+    def messages(by_peer: Mapping[int, tuple[StateBlock, ...]], kind: Kind) -> tuple[tuple[int, BufferPool], ...]:
+        return tuple((peer, kind(part)) for peer, blocks in by_peer.items() for part in messages_of(blocks, cut))
 
     group = fabric.group("mirror", range(fabric.slots))
-    return ShipmentPlan(group, pools(way.outgoing, memory.outgoing), pools(way.incoming, memory.incoming))
+    return ShipmentPlan(group, messages(way.outgoing, memory.outgoing), messages(way.incoming, memory.incoming))
 
 
 def way_to(tools: Tools, view: View, named: Placement) -> Routes:
@@ -68,14 +75,6 @@ def way_to(tools: Tools, view: View, named: Placement) -> Routes:
     return routes(tools.fabric.rank, view.placement, holders, tools.layouts)
 
 
-class _Arriving(NamedTuple):
-    """A message that is to come. ``message``: memory for it, if it does not come as a loan."""
-
-    owner: int
-    buffers: BufferPool
-    message: GradientMessage
-
-
 class Shipment:
     """See the module docstring. ``interval``: of comparisons. It receives from :meth:`post` on."""
 
@@ -85,39 +84,41 @@ class Shipment:
         self.disputes = Disputes()
         """Copies of this rank that differ from their owners'."""
         self._transfers = tools.fabric.transfers(plan.group, tag)
-        self._outgoing = {peer: deque([buffers.take() for buffers in pools]) for peer, pools in plan.outgoing.items()}
-        self._rooms: dict[BlockKey, tuple[GradientMessage, int]] = {}
-        for messages in self._outgoing.values():
-            for message in messages:
-                self._rooms.update((block.key, (message, number)) for number, block in enumerate(message.blocks))
-        self._leaving: list[GradientMessage] = []
-        self._arriving: dict[int, _Arriving] | None = None
-        """By the number of its receive; None before :meth:`post`."""
+        self._outgoing = [buffers.take() for _, buffers in plan.outgoing]
+        self.unsent = list(range(len(self._outgoing)))
+        """Numbers of the messages that have yet to be sent."""
+        self._arriving: dict[int, GradientMessage] | None = None
+        """Memory for what is to come, if it does not come as a loan, by the number of its receive. None before."""
 
     def post(self) -> None:
         """Post the receives, so that what comes is taken in beside other work."""
-        incoming = [(owner, buffers) for owner, pools in self._plan.incoming.items() for buffers in pools]
-        arriving = [_Arriving(owner, buffers, buffers.take()) for owner, buffers in incoming]
-        self._transfers.receive([one.message.whole for one in arriving], [one.owner for one in arriving])
+        arriving = [buffers.take() for _, buffers in self._plan.incoming]
+        self._transfers.receive([message.whole for message in arriving], [owner for owner, _ in self._plan.incoming])
         self._arriving = dict(enumerate(arriving))
 
     def room(self, key: BlockKey) -> Lent | None:
         """Return the memory of a message for the gradient of an owned block; None if it goes to no mirror."""
-        found = self._rooms.get(key)
-        return None if found is None else found[0].lend(found[1])
+        found = self._plan.rooms.get(key)
+        return None if found is None else self._outgoing[found[0]].lend(found[1])
 
     def advance(self) -> None:
         """Send the messages whose sums are in host memory, and take in those that have come. Raises ``CommError``."""
-        for peer, messages in self._outgoing.items():
-            while messages and self._is_here(messages[0]):
-                self._send(peer, messages.popleft())
+        unsent, self.unsent, behind = self.unsent, [], set[int]()
+        for number in unsent:
+            peer = self._plan.outgoing[number][0]
+            if peer not in behind and self._is_here(self._outgoing[number]):
+                self._send(number)
+            else:
+                behind.add(peer)
+                self.unsent.append(number)
         if self._arriving:
             self._take(self._arriving, self._transfers.come())
 
     def _is_here(self, message: GradientMessage) -> bool:
         return all(self._tools.pool.get(block.key).has_come(self._key) for block in message.blocks)
 
-    def _send(self, peer: int, message: GradientMessage) -> None:
+    def _send(self, number: int) -> None:
+        message = self._outgoing[number]
         pool = self._tools.pool
         for block, part in zip(message.blocks, message.parts, strict=True):
             retained = pool.get(block.key).gradients.get(self._key)
@@ -127,19 +128,18 @@ class Shipment:
                 part.copy_(retained.on_host())
         message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
         message.written = True
-        self._transfers.send(message.whole, peer)
-        self._leaving.append(message)
+        self._transfers.send(message.whole, self._plan.outgoing[number][0])
 
-    def _take(self, arriving: dict[int, _Arriving], received: Sequence[int]) -> None:
+    def _take(self, arriving: dict[int, GradientMessage], received: Sequence[int]) -> None:
         pool = self._tools.pool
         for one in received:
-            _, buffers, message = arriving.pop(one)
+            message = arriving.pop(one)
             loan = self._transfers.loan(one)
             if loan is None:
                 message.written = True
             else:
                 message.let_go()
-                message = buffers.borrowed(loan)
+                message = self._plan.incoming[one][1].borrowed(loan)
             for number, block in enumerate(message.blocks):
                 pool.retain(block.key, self._key, message.parts[number], message.lend(number))
             self.disputes.add(disputes(pool, message.blocks, self._key, self._interval, message.checksums))
@@ -150,12 +150,12 @@ class Shipment:
         if self._arriving is None:
             self.post()
         arriving = self._arriving or {}
-        for peer, messages in self._outgoing.items():
-            while messages:
-                self._send(peer, messages.popleft())
+        for number in self.unsent:
+            self._send(number)
+        self.unsent = []
         while arriving:
-            self._tools.publish("mirror", tuple({one.owner for one in arriving.values()}))
+            self._tools.publish("mirror", tuple({self._plan.incoming[one][0] for one in arriving}))
             self._take(arriving, self._transfers.wait())
         self._transfers.wait()
-        for message in self._leaving:
+        for message in self._outgoing:
             message.let_go()
