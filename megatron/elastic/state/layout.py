@@ -13,9 +13,8 @@ Invariants
 - The layout is a pure function of (unit, shard, parameter list, block size),
   so every holder of (unit, shard) has the same one, also when a unit is held by
   several cells (tied embeddings).
-- Parameters start at multiples of :data:`ALIGN` elements. In shard 0 of
-  tensor-parallel size 1, those that a larger size would cut come first, replicated ones
-  after them, and a block boundary lies between.
+- Parameters start at multiples of :data:`ALIGN` elements. Matrices that Muon or Lion steps come first. In shard 0 of
+  tensor-parallel size 1, of the others, those that a larger size would cut precede replicated ones.
 - Each element of the model lies in one block, so every block counts in the global
   gradient norm.
 - A block boundary lies at both ends of a matrix that Muon or Lion steps, and none inside it, whatever the block size.
@@ -155,14 +154,6 @@ def _cut(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _part(params: Sequence[ParamSpec], start: int, limit: int) -> tuple[list[ParamSlot], list[tuple[int, int]], int]:
-    """Return slots from ``start`` on, ranges of blocks and the end: first matrices, one a block, then the others."""
-    matrices, begin = _place([p for p in params if p.matrix is not None], start)
-    others, stop = _place([p for p in params if p.matrix is None], begin)
-    whole = [(slot.start, _aligned(slot.stop)) for slot in matrices]
-    return matrices + others, whole + _cut(begin, stop, limit), stop
-
-
 @dataclass(frozen=True)
 class UnitLayout:
     """The layout of one flat space (module docstring). ``numel``: its length in elements."""
@@ -175,9 +166,8 @@ class UnitLayout:
 
     @classmethod
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
-        """Lay out the parameters of one space (in the given order, sharded ones first); cut at ``block_bytes`` of fp32.
+        """Lay out the parameters of one space (module docstring), and cut them at ``block_bytes`` of fp32.
 
-        Among the sharded ones, and among the others, matrices that Muon or Lion steps come first.
         Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
         """
         limit = block_bytes // 4 // ALIGN * ALIGN
@@ -185,10 +175,12 @@ class UnitLayout:
             raise ValueError(f"--elastic-block-bytes {block_bytes} is below {4 * ALIGN}, the smallest block")
         if len({p.name for p in params}) != len(params):
             raise ValueError(f"unit {unit}: duplicate parameter names")
-        first, ranges, middle = _part([p for p in params if p.sharded], 0, limit)
-        second, further, end = _part([p for p in params if not p.sharded], middle, limit)
-        blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges + further))
-        return cls(unit, shard, tuple(first + second), blocks, end)
+        in_order = sorted(params, key=lambda p: (p.matrix is None, not p.sharded))
+        matrices, begin = _place([p for p in in_order if p.matrix is not None], 0)
+        others, end = _place([p for p in in_order if p.matrix is None], begin)
+        ranges = [(slot.start, _aligned(slot.stop)) for slot in matrices] + _cut(begin, end, limit)
+        blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges))
+        return cls(unit, shard, (*matrices, *others), blocks, end)
 
     @cached_property
     def _by_name(self) -> dict[str, ParamSlot]:
