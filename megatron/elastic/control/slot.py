@@ -48,6 +48,8 @@ _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
 _HEAD = struct.Struct("<qQQQ")
+_BEGUN = struct.Struct("<QqQQQ")
+"""The sequence word and the head, which follows it."""
 _COMMITTED = struct.Struct("<qqqddQ")
 _FIGURES = struct.Struct(f"<6q4d{len(CAUSES)}d")
 _FINISH = struct.Struct("<ii")
@@ -110,8 +112,7 @@ class Slot:
         usual = self._lasted.get(activity.phase, 0)
         tail = _tail(activity.phase, activity.waiting_for)
         self._sequence += 2
-        _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1)
-        _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, now, usual)
+        _BEGUN.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1, activity.step, self._progress, now, usual)
         self._map[_AT_COUNTS : _AT_COUNTS + len(tail)] = tail
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
 

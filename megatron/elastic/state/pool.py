@@ -42,6 +42,9 @@ from megatron.elastic.state.step_scalars import StepScalars
 __all__ = ["StateError", "StatePool"]
 
 
+_UNGUARDED = nullcontext()
+
+
 class StateError(RuntimeError):
     """An operation that would break an invariant of the state; names block, version and rank."""
 
@@ -318,9 +321,10 @@ class StatePool:
             copy.version, copy.previous = version, None
         self.records = {v: held for v, held in self.records.items() if v < version} | {version: record}
 
-    def _keep_previous(self, copy: BlockCopy) -> None:
-        if self.snapshot == "state":
-            copy.previous = (copy.version, copy.store.clone(), copy.lineage)
+    @staticmethod
+    def _keep_previous(copy: BlockCopy) -> None:
+        """Keep the copy as it is, for ``state`` mode."""
+        copy.previous = (copy.version, copy.store.clone(), copy.lineage)
 
     def remember(self, record: StepRecord) -> None:
         """Hold a record as soon as the vote is known: from now on the step is committed."""
@@ -345,7 +349,8 @@ class StatePool:
         if gradient is None and not record.skipped:
             raise StateError(f"{self._named(copy)} lacks gradient {record.gradient and tuple(record.gradient)}")
         with self._guarded(copy, record):
-            self._keep_previous(copy)
+            if self.snapshot == "state":
+                self._keep_previous(copy)
             content = "" if gradient is None else copy.gradient_hash(gradient)
             copy.lineage = next_lineage(copy.lineage, content, record.digest)
             if gradient is not None:
@@ -353,8 +358,9 @@ class StatePool:
             copy.version = record.version
             if not waits or self._guards or record.version % TOGETHER == 0:
                 copy.catch_up()
-        for key in [k for k in copy.gradients if k.step < record.version]:
-            copy.release(key)
+        if copy.gradients:
+            for key in [k for k in copy.gradients if k.step < record.version]:
+                copy.release(key)
         return gradient
 
     def _named(self, copy: BlockCopy) -> str:
@@ -416,7 +422,7 @@ class StatePool:
 
     def _guarded(self, copy: BlockCopy, record: StepRecord | None) -> AbstractContextManager[object]:
         if not self._guards:
-            return nullcontext()
+            return _UNGUARDED
         with ExitStack() as stack:
             for guard in self._guards:
                 stack.enter_context(guard(copy, record))

@@ -153,8 +153,9 @@ class Shipment:
         for number in self.unsent:
             self._send(number)
         self.unsent = []
-        while arriving:
+        if arriving:
             self._tools.publish("mirror", tuple({self._plan.incoming[one][0] for one in arriving}))
+        while arriving:
             self._take(arriving, self._transfers.wait())
         self._transfers.wait()
         for message in self._outgoing:
