@@ -164,6 +164,7 @@ PYBIND11_MODULE(_comm, m) {
            }),
            py::kw_only(), py::arg("hub"), py::arg("name"), py::arg("members"), py::arg("slot_space"),
            py::arg("timeout"))
+      .def("sum", &ElasticProcessGroup::sum, py::arg("values"), nogil)
       .def("reduce_scatter_blocks", &ElasticProcessGroup::reduce_scatter_blocks, py::arg("flat"), py::arg("blocks"),
            nogil)
       .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)

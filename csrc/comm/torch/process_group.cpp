@@ -309,6 +309,13 @@ std::vector<Part> ElasticProcessGroup::parts_of_blocks(const View& v, const at::
   return parts;
 }
 
+std::vector<double> ElasticProcessGroup::sum(std::vector<double> values) {
+  const Call c = call(view(), c10d::kUnsetTimeout);
+  const Part part{Span{reinterpret_cast<char*>(values.data()), values.size() * sizeof(double)}};
+  group_->run(hub_->workers(), [&] { all_reduce(c, part, DType::F64, ReduceOp::Sum); });
+  return values;
+}
+
 void ElasticProcessGroup::reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks) {
   const View v = view();
   const auto parts = parts_of_blocks(v, flat, blocks);

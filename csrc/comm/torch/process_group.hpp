@@ -86,6 +86,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
 
   // Block-list forms over a flat tensor: (start, stop, owner), elements and global ranks.
   using Blocks = std::vector<std::tuple<int64_t, int64_t, int>>;
+  // The sums of `values` over all members, in member order.
+  std::vector<double> sum(std::vector<double> values);
   void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
   // The same in a worker, while the caller computes; `flat` is neither read nor written by others until the work has

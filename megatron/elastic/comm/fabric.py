@@ -122,6 +122,15 @@ class Fabric(ABC):
         """Return messages of this generation under ``tag``, which nothing else on ``group`` uses meanwhile."""
         return PostedTransfers(group, tag)
 
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of ``values``, fp64, over all living ranks; as many on each, one at least.
+
+        Raises ``CommError``.
+        """
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.world)
+        return total.tolist()
+
     def lendable(self, count: int) -> torch.Tensor:
         """Return host memory for ``count`` fp32 values, for messages that peers on this host may then leave there."""
         return torch.zeros(count)

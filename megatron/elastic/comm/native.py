@@ -237,6 +237,10 @@ class NativeFabric(Fabric):
     def transfers(self, group: dist.ProcessGroup, tag: int) -> Transfers:
         return _ours(group).transfers(tag)
 
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """See :meth:`Fabric.sum_over_ranks`. One native call: on a busy rank each layer on the way is in no cache."""
+        return self._world.sum(values)
+
     def lendable(self, count: int) -> torch.Tensor:
         memory = self._hub.lendable(count)
         if memory is not None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, cast
 
-from megatron.elastic.comm.sums import Sums
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.control.membership import Activity, Decision
@@ -206,7 +205,6 @@ def _tools(
         messages=MessageMemory(CHECKSUM_SLOTS, links.fabric),
         layouts=layouts,
         fabric=links.fabric,
-        sums=Sums(links.fabric.world),
         settings=job.settings,
         reach=links.injector.reach,
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),

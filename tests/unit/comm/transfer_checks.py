@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.comm.sums import Sums
 from megatron.elastic.comm.transfers import Loan, Transfers
 from tests.unit.comm.fabric_checks import WORLD, Check, edit, same, values
 from tools.bench._common import Here
@@ -98,9 +97,8 @@ def an_edit_ends_a_wait(here: Here, fabric: Fabric) -> None:
 
 
 def sums_are_over_all_ranks_whatever_was_summed_before(here: Here, fabric: Fabric) -> None:
-    sums = Sums(fabric.world)
     for count in (3, 5, 5, 3):
-        got = sums.over_ranks([(here.rank + 1) * 2.0**number for number in range(count)])
+        got = fabric.sum_over_ranks([(here.rank + 1) * 2.0**number for number in range(count)])
         assert got == [10 * 2.0**number for number in range(count)], (count, got)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.comm.sums import Sums
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients
 from megatron.elastic.engine.compute.message_memory import MessageMemory
@@ -34,8 +33,6 @@ class Tools:
     """The memory of messages to and from mirrors."""
     layouts: Mapping[tuple[int, int], UnitLayout]
     fabric: Fabric
-    sums: Sums
-    """Sums over all living ranks."""
     settings: Settings
     reach: Callable[[str, int], None]
     """Fault injection: (point, step)."""
