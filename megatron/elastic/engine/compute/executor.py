@@ -126,15 +126,13 @@ class PassResult:
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return (first unit, end unit) → nanoseconds of (forwards, backwards). Waits for the device."""
-        sums: dict[tuple[int, int], tuple[int, int]] = {}
-        for action in self.measured.read():
-            piece, spent = pieces[action.piece], action.end_ns - action.start_ns - action.aside_ns
-            if not piece.rows:  # its time is that of other cells
-                continue
-            forward, backward = sums.get((piece.first, piece.end), (0, 0))
-            both = (forward + spent, backward) if action.op is Op.FORWARD else (forward, backward + spent)
-            sums[piece.first, piece.end] = both
-        return sums
+        forwards, backwards = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+        for op, number, start_ns, end_ns, aside_ns in self.measured.read():
+            piece = pieces[number]
+            if piece.rows:  # the time of others is that of other cells
+                span, sums = (piece.first, piece.end), forwards if op is Op.FORWARD else backwards
+                sums[span] = sums.get(span, 0) + end_ns - start_ns - aside_ns
+        return {span: (forwards.get(span, 0), backwards.get(span, 0)) for span in {**forwards, **backwards}}
 
 
 @dataclass

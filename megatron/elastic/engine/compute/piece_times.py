@@ -95,7 +95,6 @@ class PieceTimes:
 
     clock: Clock = HOST_CLOCK
     _marked: list[tuple[Op, int, Any, Any, int]] = field(default_factory=list)
-    _read: list[Timed] = field(default_factory=list)
 
     @contextmanager
     def around(
@@ -118,8 +117,6 @@ class PieceTimes:
 
     def read(self) -> list[Timed]:
         """Return the times of all computations so far; waits until the device has done them."""
-        marked, self._marked = self._marked, []
-        moments = self.clock.nanoseconds([mark for _, _, start, end, _ in marked for mark in (start, end)])
-        for (op, piece, _, _, apart), start_ns, end_ns in zip(marked, moments[::2], moments[1::2], strict=True):
-            self._read.append(Timed(op, piece, start_ns, end_ns, apart))
-        return list(self._read)
+        moments = self.clock.nanoseconds([mark for _, _, start, end, _ in self._marked for mark in (start, end)])
+        ends = zip(self._marked, moments[::2], moments[1::2], strict=True)
+        return [Timed(op, piece, start_ns, end_ns, apart) for (op, piece, _, _, apart), start_ns, end_ns in ends]
