@@ -6,7 +6,10 @@ An update takes as long as its memory: it reads and writes 24 bytes a parameter,
 numbers nothing reads, a mirror, may make two updates in one pass. Its version counts an update as soon as it is
 accepted, since all that the update needs is here.
 
-Invariant: the numbers that anything reads (:attr:`BlockCopy.store`) are those of the copy's version.
+Invariants
+- The numbers that the training thread reads (:attr:`BlockCopy.store`) are those of the copy's version.
+- No other thread makes an update. One may go on for a moment after its guard has been taken off, as in a transfer that
+  was given up: what it reads then is used for nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ class BlockCopy:
     block: StateBlock
     runs: tuple[Run, ...]
     made: BlockStore
-    """Its numbers without the updates that it has only accepted, fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
+    """Its numbers without the updates that it has only accepted, fp32 [3, numel]: master, exp_avg, exp_avg_sq.
+
+    Other threads than the training thread read these: while a guard of theirs is on the pool, they lack nothing.
+    """
     version: int
     counted: bool = True
     lineage: str = ""
@@ -68,7 +74,7 @@ class BlockCopy:
 
     @property
     def store(self) -> BlockStore:
-        """Its numbers at its version. On another thread only where a guard is on the pool."""
+        """Its numbers at its version; on the training thread, which makes the accepted updates for it."""
         if self.accepted:
             self.catch_up()
         return self.made

@@ -61,7 +61,7 @@ class CheckpointView:
             self._unread.remove(key)
             state = self._aside.pop(key, None)
             if state is None:
-                state = self._pool.get(key).store.host_clone()
+                state = self._pool.get(key).made.host_clone()
             if not self._unread:
                 self._detach()
         return state
@@ -92,5 +92,5 @@ class CheckpointView:
         with self._lock:
             unread = key in self._unread and key not in self._aside and self._pool.get(key) is copy
             if unread and not (record is not None and record.skipped):
-                self._aside[key] = copy.store.host_clone()
+                self._aside[key] = copy.made.host_clone()
             yield

@@ -117,10 +117,10 @@ class Relocation:
         for copy in up:
             reserved = before.get(copy.block.key)
             if reserved is None:
-                free -= copy.state.nbytes
+                free -= copy.made.state.nbytes
                 reserved = self._reserved(copy) if free >= 0 else None
             if reserved is None:
-                free, left = -1, left + copy.state.nbytes
+                free, left = -1, left + copy.made.state.nbytes
                 continue
             moves[copy.block.key] = reserved
         self._tell(left)
@@ -160,9 +160,9 @@ class Relocation:
             return
         copy = self._pool.get(key)
         if into is None:
-            copy.store = BlockStore(HOST, copy.store.host_clone())
+            copy.store = BlockStore(HOST, copy.made.host_clone())
         elif not copy.place.on_device:
-            self._place.fill(into, copy.state)
+            self._place.fill(into, copy.made.state)
             copy.store = BlockStore(self._place, into.values)
 
     @contextmanager

@@ -100,7 +100,7 @@ class BlockSender:
         A base whose block changes before it is sent is copied anew. On any thread, once, while there is processor time.
         """
         copies = self._first()
-        sizes = [copy.state.numel() for copy in copies]
+        sizes = [copy.made.state.numel() for copy in copies]
         memory = self._for_bases if self._for_bases.numel() == sum(sizes) else torch.empty(sum(sizes))
         for copy, into in zip(copies, memory.split(sizes), strict=True):
             with self._lock:
@@ -108,13 +108,13 @@ class BlockSender:
 
     def allocate(self) -> None:
         """Allocate and write the memory of :meth:`prepare`, which then only copies. On any thread, before it."""
-        self._for_bases = torch.zeros(sum(copy.state.numel() for copy in self._first()))
+        self._for_bases = torch.zeros(sum(copy.made.state.numel() for copy in self._first()))
 
     def _first(self) -> list[BlockCopy]:
         """Return the waiting copies whose bases fit the memory limit together."""
         with self._lock:
             waiting = [self._pool.get(key) for key in self._waiting]
-        ends = accumulate(copy.state.numel() for copy in waiting)
+        ends = accumulate(copy.made.state.numel() for copy in waiting)
         return [copy for copy, end in zip(waiting, ends, strict=True) if 4 * end <= self._memory]
 
     @property
@@ -127,7 +127,7 @@ class BlockSender:
     def pending_bytes(self) -> int:
         """Bytes of the bases that have not been sent yet."""
         with self._lock:
-            return sum(self._pool.get(key).state.nbytes for key in self._waiting)
+            return sum(self._pool.get(key).made.state.nbytes for key in self._waiting)
 
     @property
     def log_bytes(self) -> int:
@@ -226,14 +226,14 @@ class BlockSender:
         self._logs[key] = deque()
         base = self._prepared.get(key)
         if base is None or base.version != copy.version:
-            if self._scratch.numel() < copy.state.numel():
-                self._scratch = torch.empty(copy.state.numel())
-            base = self._copied(copy, self._scratch[: copy.state.numel()])
+            if self._scratch.numel() < copy.made.state.numel():
+                self._scratch = torch.empty(copy.made.state.numel())
+            base = self._copied(copy, self._scratch[: copy.made.state.numel()])
         return Header("base", key, base.version, base.lineage, base.content, base.state.numel()), base.state
 
     def _copied(self, copy: BlockCopy, into: torch.Tensor) -> _Base:
         """Copy and hash a base. The training thread may update the block once the lock is released."""
-        state = into.view_as(copy.state).copy_(copy.store.on_host())
+        state = into.view_as(copy.made.state).copy_(copy.made.on_host())
         return _Base(copy.version, copy.lineage, content_hash(copy.block.key, state), state)
 
     # --- the pool moves on (training thread) ---------------------------------------------------
