@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.engine.transaction.streams import Streams
 from megatron.elastic.state import place as place_module
 from megatron.elastic.state.adam import adam_step_runs
 from megatron.elastic.state.block_copy import BlockCopy
@@ -162,3 +165,14 @@ def test_a_gradient_that_is_missing_is_refused_when_the_step_is_accepted() -> No
     with pytest.raises(StateError, match="lacks gradient"):
         mirror.apply(record, unread=KEYS)
     assert not waiting(mirror) and mirror.holdings().newest == 0
+
+
+def test_what_other_threads_are_making_is_not_made_by_those_that_count_its_bytes() -> None:
+    """The training thread counts what has come while the threads of its streams make updates of it."""
+    pool, record = filled(1)
+    pool.apply(stepped((pool,), record), unread=KEYS)
+    receiver = SimpleNamespace(blocks={key: pool.get(key) for key in pool})
+    streams = Streams.__new__(Streams)
+    streams._incoming = cast(Any, [SimpleNamespace(receiver=receiver)])
+    assert streams.bytes_received == 12 * LAYOUT.numel
+    assert waiting(pool) == len(KEYS)

@@ -255,7 +255,7 @@ class Streams:
     @property
     def bytes_received(self) -> int:
         """Bytes of state in the copies received so far."""
-        return sum(copy.state.nbytes for copy in self.received.values())
+        return sum(copy.made.state.nbytes for copy in self.received.values())
 
     @property
     def received(self) -> dict[BlockKey, BlockCopy]:
