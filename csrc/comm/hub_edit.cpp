@@ -165,8 +165,8 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   // With more ranks than cores, polling costs the peer that we wait for its turn. A yield passes it on where the peer
   // is there at once, in shared memory. Over sockets a sleeping thread is woken as soon as bytes come, while one that
   // polls, or yields, runs after all other runnable threads.
-  // Whoever yields pays for it, and in a job most waits are longer: with 64 rounds, collectives in a loop took a tenth
-  // less time, and steps that wait for computations more of the processor's.
+  // A round of yielding costs processor time. In a job most waits are longer than 16 rounds. With 64, collectives in a
+  // loop took a tenth less time, but each step 0.1 ms more of the processor (docs/log.md).
   const bool crowded = unsigned(local) > cores_;
   const bool very = unsigned(local) > 8 * cores_;
   const bool sockets = socket_links_ > 0;

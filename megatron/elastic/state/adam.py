@@ -74,7 +74,7 @@ class AdamScalars:
 
     @cached_property
     def fp32(self) -> bool:
-        """Whether all values stay fp32."""
+        """True if the step keeps all values in fp32."""
         return "bf16" not in self.moments
 
 

@@ -206,7 +206,7 @@ def the_end_of_a_borrower_ends_its_loans(here: Here, fabric: Fabric) -> None:
 
 
 def the_end_of_a_lender_ends_no_loan(here: Here, fabric: Fabric) -> None:
-    """Rank 0 is killed. Rank 1 still reads its memory, and ends the loan though nobody hears of it."""
+    """Rank 0 is killed. Rank 1 still reads its memory, and can end the loan although its lender is gone."""
     memory, loan = one_loan(here, fabric)
     pids = here.exchange("borrowed", os.getpid(), WORLD)
     if memory is not None:
