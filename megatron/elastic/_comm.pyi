@@ -96,8 +96,8 @@ class ElasticProcessGroup(ProcessGroup):
     """A ``c10d::ProcessGroup`` over a hub's links. ``slot_space``: the default group."""
 
     def __init__(self, *, hub: Hub, name: str, members: list[int], slot_space: bool, timeout: float) -> None: ...
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums of ``values``, fp64, over all members in member order."""
+    def sum(self, values: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
+        """The sums over all members, in member order: of ``values``, in fp64, and of ``counts``, exactly."""
     def reduce_scatter_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
         """Sum ``flat`` in member order; ranges (start, stop, owner) of this rank receive it in place."""
     def all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:

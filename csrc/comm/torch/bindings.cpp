@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include "../limbs.hpp"
 #include "../reduce.hpp"
 #include "../side_channel.hpp"
 #include "../transfers.hpp"
@@ -89,6 +90,39 @@ std::optional<at::Tensor> lendable(Hub& hub, size_t count) {
   return at::from_blob(memory, {int64_t(count)}, free, at::kFloat);
 }
 
+// Appends the limbs of a Python integer. Raises ValueError for one below 0.
+void append_limbs_of(std::vector<double>& values, const py::int_& number) {
+  uint64_t lower = PyLong_AsUnsignedLongLong(number.ptr());
+  py::object above = py::none();
+  if (PyErr_Occurred()) {
+    PyErr_Clear();
+    if (number < py::int_(0)) throw py::value_error("elastic: a count below 0 cannot be added");
+    lower = PyLong_AsUnsignedLongLongMask(number.ptr());
+    above = number >> py::int_(64);
+  }
+  elastic::comm::append_limbs(values, lower, above.is_none() ? 0.0 : above.cast<double>());
+}
+
+// Sums over all members, in member order: of `values`, and of `counts`, exactly.
+std::pair<std::vector<double>, py::list> sums(ElasticProcessGroup& group, std::vector<double> values,
+                                              const std::vector<py::int_>& counts) {
+  const size_t others = values.size();
+  values.reserve(others + elastic::comm::kLimbs * counts.size());
+  for (const py::int_& count : counts) append_limbs_of(values, count);
+  {
+    py::gil_scoped_release nogil;
+    values = group.sum(std::move(values));
+  }
+  py::list exact(counts.size());
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const auto [lower, above] = elastic::comm::of_limbs(&values[others + elastic::comm::kLimbs * i]);
+    const py::int_ sum(lower);
+    exact[i] = above == 0 ? py::object(sum) : sum | py::int_(above) << py::int_(64);
+  }
+  values.resize(others);
+  return {std::move(values), std::move(exact)};
+}
+
 py::bytes hmac(const py::bytes& key, const py::bytes& data) {
   const std::string text = data;
   const auto digest = elastic::comm::hmac_sha256(key, text.data(), text.size());
@@ -164,7 +198,7 @@ PYBIND11_MODULE(_comm, m) {
            }),
            py::kw_only(), py::arg("hub"), py::arg("name"), py::arg("members"), py::arg("slot_space"),
            py::arg("timeout"))
-      .def("sum", &ElasticProcessGroup::sum, py::arg("values"), nogil)
+      .def("sum", &sums, py::arg("values"), py::arg("counts"))
       .def("reduce_scatter_blocks", &ElasticProcessGroup::reduce_scatter_blocks, py::arg("flat"), py::arg("blocks"),
            nogil)
       .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.limbs import limbs_of, of_limbs
 from megatron.elastic.comm.side_channel import SideChannel
 from megatron.elastic.comm.transfers import PostedTransfers, Transfers
 
@@ -122,14 +123,18 @@ class Fabric(ABC):
         """Return messages of this generation under ``tag``, which nothing else on ``group`` uses meanwhile."""
         return PostedTransfers(group, tag)
 
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of ``values``, fp64, over all living ranks; as many on each, one at least.
+    def sum_over_ranks(self, values: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return the sums over all living ranks of ``values``, in fp64, and of ``counts``, exactly.
 
-        Raises ``CommError``.
+        ``counts``: natural numbers whose sums are below 2^95. There are as many of each on every rank, and one at
+        least. Raises ``CommError``.
         """
-        total = torch.tensor(values, dtype=torch.float64)
+        limbs = [limb for count in counts for limb in limbs_of(count)]
+        total = torch.tensor([*values, *limbs], dtype=torch.float64)
         dist.all_reduce(total, group=self.world)
-        return total.tolist()
+        sums = total.tolist()
+        each = iter(sums[len(values) :])
+        return sums[: len(values)], [of_limbs(*limbs) for limbs in zip(each, each, each, strict=True)]
 
     def lendable(self, count: int) -> torch.Tensor:
         """Return host memory for ``count`` fp32 values, for messages that peers on this host may then leave there."""

@@ -237,9 +237,9 @@ class NativeFabric(Fabric):
     def transfers(self, group: dist.ProcessGroup, tag: int) -> Transfers:
         return _ours(group).transfers(tag)
 
-    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float], counts: Sequence[int]) -> tuple[list[float], list[int]]:
         """See :meth:`Fabric.sum_over_ranks`. One native call: on a busy rank each layer on the way is in no cache."""
-        return self._world.sum(values)
+        return self._world.sum(values, counts)
 
     def lendable(self, count: int) -> torch.Tensor:
         memory = self._hub.lendable(count)

@@ -273,7 +273,7 @@ class Engine:
         at, anew = self.context, False
         while True:
             layout = VoteLayout((), at.agree_on_keys(tally.report, anew))
-            total = layout.unpack(at.tools.fabric.sum_over_ranks(layout.pack(tally)))
+            total = layout.unpack(*at.tools.fabric.sum_over_ranks(*layout.pack(tally)))
             if not total.unannounced:
                 return total
             anew = True

@@ -78,6 +78,8 @@ class StatePool:
         self._guards: list[Guard] = []
         self._watchers: list[Watcher] = []
         self._condemned: set[BlockKey] = set()
+        self._scalars: StepScalars | None = None
+        """Those of the newest record that was applied."""
 
     # --- which blocks -------------------------------------------------------------------------
 
@@ -276,7 +278,9 @@ class StatePool:
         with the gradient that the record names; copies earlier in the order are then already updated.
         """
         self.remember(record)
-        by, moved, last = StepScalars(record, self.hyper), [], None
+        if self._scalars is None or self._scalars.record is not record:
+            self._scalars = StepScalars(record, self.hyper)
+        by, moved, last = self._scalars, [], None
         for key in sorted(self._copies if keys is None else keys):
             copy = self.get(key)
             if copy.version < record.version:
@@ -329,6 +333,8 @@ class StatePool:
     def remember(self, record: StepRecord) -> None:
         """Hold a record as soon as the vote is known: from now on the step is committed."""
         held = self.records.get(record.version)
+        if held is record:
+            return
         if held is not None and held != record:
             raise StateError(f"rank {self.rank}: another record of version {record.version} is held")
         self.records[record.version] = record

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -98,11 +99,23 @@ def an_edit_ends_a_wait(here: Here, fabric: Fabric) -> None:
 
 def sums_are_over_all_ranks_whatever_was_summed_before(here: Here, fabric: Fabric) -> None:
     for count in (3, 5, 5, 3):
-        got = fabric.sum_over_ranks([(here.rank + 1) * 2.0**number for number in range(count)])
-        assert got == [10 * 2.0**number for number in range(count)], (count, got)
+        got = fabric.sum_over_ranks([(here.rank + 1) * 2.0**number for number in range(count)], [])
+        assert got == ([10 * 2.0**number for number in range(count)], []), (count, got)
 
 
-CHECKS: tuple[Check, ...] = (messages_of_all_come_once_and_in_order, sums_are_over_all_ranks_whatever_was_summed_before)
+def counts_add_up_exactly(here: Here, fabric: Fabric) -> None:
+    random = Random(7)
+    by_rank = [[0, True, *map(random.getrandbits, range(1, 91))] for _ in WORLD]
+    values, got = fabric.sum_over_ranks([0.5], by_rank[here.rank])
+    assert (values, got) == ([2.0], [sum(each) for each in zip(*by_rank, strict=True)])
+    assert all(type(count) is int for count in got)
+
+
+CHECKS: tuple[Check, ...] = (
+    messages_of_all_come_once_and_in_order,
+    sums_are_over_all_ranks_whatever_was_summed_before,
+    counts_add_up_exactly,
+)
 LINK_CHECKS: tuple[Check, ...] = (come_waits_for_nothing, an_edit_ends_a_wait)
 
 # -- loans ---------------------------------------------------------------------

@@ -34,7 +34,8 @@ def test_counts_of_all_ranks_add_up_in_the_vote(ranks: list[dict[int, list[int]]
     balance = ExpertBalance(UNITS, EXPERTS, 1e-3)
     layout = VoteLayout((), (), groups=1, counted=balance)
     votes = [*(Tally(expert_tokens=mine) for mine in ranks), Tally()]
-    total = layout.unpack([sum(each) for each in zip(*map(layout.pack, votes), strict=True)])
+    values, counts = zip(*map(layout.pack, votes), strict=True)
+    total = layout.unpack(*([sum(each) for each in zip(*part, strict=True)] for part in (values, counts)))
     assert total.voters == len(votes)
     assert total.expert_tokens == {
         unit: tuple(sum(mine[unit][expert] for mine in ranks) for expert in range(EXPERTS)) for unit in UNITS

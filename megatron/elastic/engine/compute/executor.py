@@ -126,13 +126,13 @@ class PassResult:
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
         """Return (first unit, end unit) → nanoseconds of (forwards, backwards). Waits for the device."""
-        forwards, backwards = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+        sums = dict[tuple[int, int], list[int]]()
         for op, number, start_ns, end_ns, aside_ns in self.measured.read():
             piece = pieces[number]
             if piece.rows:  # the time of others is that of other cells
-                span, sums = (piece.first, piece.end), forwards if op is Op.FORWARD else backwards
-                sums[span] = sums.get(span, 0) + end_ns - start_ns - aside_ns
-        return {span: (forwards.get(span, 0), backwards.get(span, 0)) for span in {**forwards, **backwards}}
+                both = sums.setdefault((piece.first, piece.end), [0, 0])
+                both[op is not Op.FORWARD] += end_ns - start_ns - aside_ns
+        return {span: (forwards, backwards) for span, (forwards, backwards) in sums.items()}
 
 
 @dataclass

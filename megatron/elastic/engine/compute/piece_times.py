@@ -18,6 +18,18 @@ from megatron.elastic.platform.base import Platform, StreamEvent
 __all__ = ["HOST_CLOCK", "Clock", "DeviceClock", "HostClock", "PieceTimes", "Timed", "clock_of"]
 
 
+class Timed(NamedTuple):
+    """The time of a computation by this process's monotonic clock, without waiting for its inputs."""
+
+    op: Op
+    piece: int
+    start_ns: Any
+    end_ns: Any
+    """Integers; marks of the clock until they are read."""
+    aside_ns: int
+    """Of it, for other work than the piece's."""
+
+
 class Clock(Protocol):
     """Marks moments in the order of the work that this thread calls."""
 
@@ -28,8 +40,11 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Return the moment when all work called so far is done. Does not wait."""
 
-    def nanoseconds(self, marks: Sequence[Any]) -> list[int]:
+    def nanoseconds(self, marks: Sequence[Any]) -> Sequence[int]:
         """Return the moments of ``marks``, by this process's monotonic clock. Waits until all have come."""
+
+    def timed(self, marked: Sequence[Timed]) -> Sequence[Timed]:
+        """Return ``marked`` with the moments of their marks. Waits until all have come."""
 
 
 class HostClock:
@@ -41,9 +56,13 @@ class HostClock:
         """See :meth:`Clock.mark`."""
         return time.monotonic_ns()
 
-    def nanoseconds(self, marks: Sequence[int]) -> list[int]:
-        """See :meth:`Clock.nanoseconds`."""
-        return list(marks)
+    def nanoseconds(self, marks: Sequence[int]) -> Sequence[int]:
+        """See :meth:`Clock.nanoseconds`. A mark of this clock is its moment."""
+        return marks
+
+    def timed(self, marked: Sequence[Timed]) -> Sequence[Timed]:
+        """See :meth:`Clock.timed`."""
+        return marked
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ class DeviceClock:
         event.record(self.platform.current_stream())
         return event
 
-    def nanoseconds(self, marks: Sequence[StreamEvent]) -> list[int]:
+    def nanoseconds(self, marks: Sequence[StreamEvent]) -> Sequence[int]:
         """See :meth:`Clock.nanoseconds`. Events have distances alone: one that comes now ties them to the clock."""
         if not marks:
             return []
@@ -68,6 +87,12 @@ class DeviceClock:
         present.synchronize()
         now = time.monotonic_ns()
         return [now - round(1e6 * mark.elapsed_time(present)) for mark in marks]
+
+    def timed(self, marked: Sequence[Timed]) -> Sequence[Timed]:
+        """See :meth:`Clock.timed`."""
+        moments = self.nanoseconds([mark for one in marked for mark in (one.start_ns, one.end_ns)])
+        ends = zip(marked, moments[::2], moments[1::2], strict=True)
+        return [one._replace(start_ns=start, end_ns=end) for one, start, end in ends]
 
 
 HOST_CLOCK = HostClock()
@@ -78,23 +103,12 @@ def clock_of(platform: Platform) -> Clock:
     return HOST_CLOCK if platform.synchronous else DeviceClock(platform)
 
 
-class Timed(NamedTuple):
-    """The time of a computation by this process's monotonic clock, without waiting for its inputs."""
-
-    op: Op
-    piece: int
-    start_ns: int
-    end_ns: int
-    aside_ns: int
-    """Of it, for other work than the piece's."""
-
-
 @dataclass
 class PieceTimes:
     """The computations of a pass, in the order of their calls."""
 
     clock: Clock = HOST_CLOCK
-    _marked: list[tuple[Op, int, Any, Any, int]] = field(default_factory=list)
+    _marked: list[Timed] = field(default_factory=list)
 
     @contextmanager
     def around(
@@ -113,10 +127,8 @@ class PieceTimes:
             return last - first - apart
 
         drag(spent)
-        self._marked.append((action.op, action.piece, start, self.clock.mark(), apart))
+        self._marked.append(Timed(action.op, action.piece, start, self.clock.mark(), apart))
 
-    def read(self) -> list[Timed]:
+    def read(self) -> Sequence[Timed]:
         """Return the times of all computations so far; waits until the device has done them."""
-        moments = self.clock.nanoseconds([mark for _, _, start, end, _ in self._marked for mark in (start, end)])
-        ends = zip(self._marked, moments[::2], moments[1::2], strict=True)
-        return [Timed(op, piece, start_ns, end_ns, apart) for (op, piece, _, _, apart), start_ns, end_ns in ends]
+        return self.clock.timed(self._marked)

@@ -1,24 +1,20 @@
 """The one all-reduce by which a step commits.
 
-Every living rank adds a float64 vector: one slot a state block for the squared
-gradient norm (its owner's), and a few counters. The sum decides the step: the
-``StepRecord`` is a pure function of the record before and of this sum, equal on every
-rank.
+Every living rank adds fp64 values: one slot a state block for the squared gradient norm (its owner's), and what else
+is measured; and counts: natural numbers, digests among them. The sums decide the step: the ``StepRecord`` is a pure
+function of the record before and of these sums, equal on every rank.
 
-A slot has one contributor or holds integers below 2^53, so the sum does not
-depend on the contributors' number or order. The exception are loss sums, which
-are added over cells in member order. A digest is too long for one slot: it is cut
-into limbs of 21 bits, each summed in a slot of its own, so sums over 2^32
-contributors are exact.
+A value's slot has one contributor or holds integers below 2^53, and counts are added exactly, so the sums do not
+depend on the contributors' number or order. The exception are loss sums, which are added over cells in member order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
@@ -32,36 +28,19 @@ from megatron.elastic.state.record import Agreed, Rate
 
 __all__ = ["Tally", "VoteLayout", "agreed_by", "plan_digest", "wishes"]
 
-_LIMB_BITS = 21
-_LIMBS = 3
-assert _LIMBS * _LIMB_BITS >= DIGEST_BITS
-_MASK = (1 << _LIMB_BITS) - 1
 _Number = TypeVar("_Number", int, float)
 
-# The vector begins with the tokens, the ledger's weights and samples, these counters, and limbs of these digests.
-_COUNTERS = (
-    *("voters", "overflows", "zeros", "joins", "drains", "ready", "disputes", "suspects"),
-    *("saves", "written", "steady", "unannounced"),
+# The values begin with the tokens and the ledger's weights; the counts are the ledger's and these.
+_COUNTS = (
+    *("voters", "overflows", "zeros", "joins", "drains", "ready", "disputes", "suspects", "saves", "written"),
+    *("steady", "unannounced", "plan", "leaves", "reshapes"),
 )
-_LEDGER_DIGESTS = ("numbers", "losses", "inputs", "gradients")
-_DIGESTS = ("plan", "leaves", "reshapes")
-_COUNTERS_AT = 3
-_DIGESTS_AT = _COUNTERS_AT + len(_COUNTERS)
-_BLOCKS_AT = _DIGESTS_AT + _LIMBS * (len(_LEDGER_DIGESTS) + len(_DIGESTS))
+_LEDGER_COUNTS = ("samples", "numbers", "losses", "inputs", "gradients")
+_UNANNOUNCED_AT = len(_LEDGER_COUNTS) + _COUNTS.index("unannounced")
+_BLOCKS_AT = 2
 
-_counters_of = attrgetter(*_COUNTERS)
-_ledger_digests_of = attrgetter(*_LEDGER_DIGESTS)
-_digests_of = attrgetter(*_DIGESTS)
-
-
-def _limbs(value: int) -> tuple[int, ...]:
-    """Return ``value`` (not negative) cut into limbs, lowest first; the last one holds the rest."""
-    return value & _MASK, value >> _LIMB_BITS & _MASK, value >> 2 * _LIMB_BITS
-
-
-def _threes(values: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    each = iter(values)
-    return zip(each, each, each, strict=True)
+_counts_of = attrgetter(*_COUNTS)
+_ledger_counts_of = attrgetter(*_LEDGER_COUNTS)
 
 
 def _pairs(values: Iterable[_Number]) -> list[tuple[_Number, _Number]]:
@@ -117,12 +96,23 @@ class Tally:
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received from this rank, where they are counted."""
     rows: tuple[int, ...] = ()
-    """Rows of ``ledger.samples``, ascending. Not part of the vector; part of the report if the vote is interrupted."""
+    """Rows of ``ledger.samples``, ascending. Not part of the sums; part of the report if the vote is interrupted."""
+
+
+class _Slots(NamedTuple):
+    """Where each kind of value begins, behind the norms."""
+
+    report: int
+    times: int
+    clocks: int
+    rates: int
+    tokens: int
+    end: int
 
 
 @dataclass(frozen=True)
 class VoteLayout:
-    """The layout of the vector, equal on every rank of a generation."""
+    """The layout of the values, equal on every rank of a generation."""
 
     blocks: tuple[BlockKey, ...]
     report_keys: tuple[str, ...]
@@ -135,44 +125,27 @@ class VoteLayout:
     """Layers whose tokens are counted by expert."""
 
     @cached_property
-    def size(self) -> int:
-        """Length of the vector."""
-        return self._tokens_at + (0 if self.counted is None else self.counted.size)
+    def _at(self) -> _Slots:
+        report = _BLOCKS_AT + len(self.blocks)
+        times = report + 2 * len(self.report_keys)
+        clocks = times + 2 * len(self.ranges)
+        rates = clocks + 4 * len(self.clocked)
+        tokens = rates + 2 * self.groups
+        return _Slots(report, times, clocks, rates, tokens, tokens + (0 if self.counted is None else self.counted.size))
 
-    @cached_property
-    def _tokens_at(self) -> int:
-        return self._rates_at + 2 * self.groups
-
-    @cached_property
-    def _rates_at(self) -> int:
-        return self._clocks_at + 4 * len(self.clocked)
-
-    @cached_property
-    def _clocks_at(self) -> int:
-        return self._times_at + 2 * len(self.ranges)
-
-    @cached_property
-    def _times_at(self) -> int:
-        return self._report_at + 2 * len(self.report_keys)
-
-    @cached_property
-    def _report_at(self) -> int:
-        return _BLOCKS_AT + len(self.blocks)
-
-    def pack(self, tally: Tally) -> list[float]:
-        """Return the vector of ``tally``. Report keys without a slot are left out and counted."""
-        ledger = tally.ledger
-        values: list[float] = [tally.tokens, ledger.weights, ledger.samples, *_counters_of(tally)]
-        if not tally.report.keys() <= set(self.report_keys):
-            values[_COUNTERS_AT + _COUNTERS.index("unannounced")] = 1
-        for digest in (*_ledger_digests_of(ledger), *_digests_of(tally)):
-            values += _limbs(digest)
+    def pack(self, tally: Tally) -> tuple[list[float], list[int]]:
+        """Return the values and the counts of ``tally``. Report keys without a slot are left out and counted."""
+        ledger, report = tally.ledger, tally.report
+        counts: list[int] = [*_ledger_counts_of(ledger), *_counts_of(tally)]
+        values: list[float] = [tally.tokens, ledger.weights]
         norms = [tally.norms.get(key) for key in self.blocks]
         if norms.count(None) != len(norms) - len(tally.norms):
             raise KeyError(f"norms of blocks without a slot: {sorted(tally.norms.keys() - set(self.blocks))}")
         values += [norm or 0.0 for norm in norms]
         for key in self.report_keys:
-            values += tally.report.get(key, (0.0, 0.0))
+            values += report.get(key, (0.0, 0.0))
+        if any(key not in self.report_keys for key in report):
+            counts[_UNANNOUNCED_AT] = 1
         for span in self.ranges:
             values += tally.times.get(span, (0, 0))
         for cell in self.clocked:
@@ -183,32 +156,27 @@ class VoteLayout:
             none = (0,) * self.counted.experts
             for unit in self.counted.units:
                 values += tally.expert_tokens.get(unit, none)
-        if len(values) != self.size:
-            raise ValueError(f"a tally of {len(values)} values does not fit into {self.size} slots")
-        return values
+        if len(values) != self._at.end:
+            raise ValueError(f"a tally of {len(values)} values does not fit into {self._at.end} slots")
+        return values, counts
 
-    def unpack(self, values: Sequence[float]) -> Tally:
-        """Return the summed vector as the tally of the whole step."""
-        clock = map(int, values[self._clocks_at : self._rates_at])
-        limbs = map(int, values[_DIGESTS_AT:_BLOCKS_AT])
-        digests = [low + (middle << _LIMB_BITS) + (high << 2 * _LIMB_BITS) for low, middle, high in _threes(limbs)]
-        numbers, losses, inputs, gradients, *others = digests
-        tokens, weights, samples = values[:_COUNTERS_AT]
-        total = Tally(
-            tokens=tokens,
-            ledger=Ledger(int(samples), numbers, losses, inputs, gradients, weights),
-            squares=values[_BLOCKS_AT : self._report_at],
-            report=dict(zip(self.report_keys, _pairs(values[self._report_at : self._times_at]), strict=True)),
-            times=dict(zip(self.ranges, _pairs(map(int, values[self._times_at : self._clocks_at])), strict=True)),
+    def unpack(self, values: Sequence[float], counts: Sequence[int]) -> Tally:
+        """Return the sums as the tally of the whole step."""
+        at = self._at
+        clock = map(int, values[at.clocks : at.rates])
+        samples, numbers, losses, inputs, gradients, *others = counts
+        named: dict[str, Any] = dict(zip(_COUNTS, others, strict=True))
+        return Tally(
+            tokens=values[0],
+            ledger=Ledger(samples, numbers, losses, inputs, gradients, values[1]),
+            squares=values[_BLOCKS_AT : at.report],
+            report=dict(zip(self.report_keys, _pairs(values[at.report : at.times]), strict=True)),
+            times=dict(zip(self.ranges, _pairs(map(int, values[at.times : at.clocks])), strict=True)),
             clocks=dict(zip(self.clocked, zip(clock, clock, clock, clock, strict=True), strict=True)),
-            rates=tuple(Rate(*both) for both in _pairs(values[self._rates_at : self._tokens_at])),
-            expert_tokens=self._tokens(values[self._tokens_at :]),
+            rates=tuple(Rate(*both) for both in _pairs(values[at.rates : at.tokens])),
+            expert_tokens=self._tokens(values[at.tokens :]),
+            **named,
         )
-        for name, value in zip(_COUNTERS, values[_COUNTERS_AT:_DIGESTS_AT], strict=True):
-            setattr(total, name, int(value))
-        for name, value in zip(_DIGESTS, others, strict=True):
-            setattr(total, name, value)
-        return total
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
         if self.counted is None:

@@ -87,6 +87,8 @@ class StepCommit:
         self._attempt: _Attempt | None = None
         self._key: GradientKey | None = None
         """Key of the newest gradients computed here."""
+        self._voted = context.view, VoteLayout((), ())
+        """The view and the layout of the last vote."""
         self._zeros = 0
 
     # -- the present attempt -------------------------------------------------------
@@ -205,14 +207,7 @@ class StepCommit:
             self._certifier.conclude()
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
             tally.rates = rates if at.tools.fabric.rank == at.view.living[0] else ()
-            layout = VoteLayout(
-                self._blocks,
-                at.agree_on_keys(tally.report),
-                ranges_of(at.view.plan),
-                self._rebalancer.clocked_cells(),
-                groups=len(rates),
-                counted=at.tools.settings.hyper.counted,
-            )
+            layout = self._layout_for(at.agree_on_keys(tally.report), len(rates))
             at.tools.reach("before_vote", step)
             at.agreement.membership.await_begin(at.agreement.timeout)
             oldest, retained = at.tools.pool.oldest(), at.tools.pool.notes.take_retained()
@@ -238,6 +233,16 @@ class StepCommit:
             self._certifier.mend_memory(attempt.disputes)
             self._migrator.exposed(at.tools.threads.monotonic())
         at.tools.reach("after_vote", step)
+
+    def _layout_for(self, report_keys: tuple[str, ...], groups: int) -> VoteLayout:
+        """Return the layout of the vote, the one before if nothing has changed: it knows where its slots are."""
+        at, clocked = self._context, self._rebalancer.clocked_cells()
+        view, layout = self._voted
+        if view is not at.view or (layout.report_keys, layout.clocked, layout.groups) != (report_keys, clocked, groups):
+            counted = at.tools.settings.hyper.counted
+            layout = VoteLayout(self._blocks, report_keys, ranges_of(at.view.plan), clocked, groups, counted)
+            self._voted = at.view, layout
+        return layout
 
     def _refuse(self, total: Tally, attempt: _Attempt) -> None:
         """Raise for a sum that must not become a record; the same on every rank."""
@@ -292,10 +297,10 @@ class StepCommit:
         pool, step = at.tools.pool, at.record.version
         with at.timer.phase("update"):
             keys = [block.key for block in at.view.owned] if pool.snapshot == "state" else tuple(pool)
-            unread = at.view.mirrored_keys
-            pool.apply(at.record, keys[: len(keys) // 2], unread)
+            unread, middle = at.view.mirrored_keys, len(keys) // 2
+            pool.apply(at.record, keys[:middle], unread)
             at.tools.reach("mid_update", step)
-            pool.apply(at.record, keys, unread)
+            pool.apply(at.record, keys[middle:], unread)
         at.tools.reach("after_update", step)
         if pool.snapshot == "state" and self.followed < step:
             with at.timer.phase("ship"):

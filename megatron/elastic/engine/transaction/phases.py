@@ -389,7 +389,7 @@ class StepBody:
         """Return the sum over all living ranks. Raises ``RuntimeError`` when plans differ."""
         tools = self._tools
         tools.publish("vote", self._view.living)
-        total = layout.unpack(tools.fabric.sum_over_ranks(layout.pack(tally)))
+        total = layout.unpack(*tools.fabric.sum_over_ranks(*layout.pack(tally)))
         if total.voters != len(self._view.living):
             raise RuntimeError(f"only {total.voters} of {len(self._view.living)} ranks took part in the vote")
         if total.plan != tally.plan * total.voters:
