@@ -10,11 +10,11 @@ depend on the contributors' number or order. The exception are loss sums, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
@@ -28,40 +28,17 @@ from megatron.elastic.state.record import Agreed, Rate
 
 __all__ = ["Tally", "VoteLayout", "agreed_by", "plan_digest", "wishes"]
 
+_Name = TypeVar("_Name")
 _Number = TypeVar("_Number", int, float)
-
-# The values begin with the tokens and the ledger's weights; the counts are the ledger's and these.
-_COUNTS = (
-    *("voters", "overflows", "zeros", "joins", "drains", "ready", "disputes", "suspects", "saves", "written"),
-    *("steady", "unannounced", "plan", "leaves", "reshapes"),
-)
-_LEDGER_COUNTS = ("samples", "numbers", "losses", "inputs", "gradients")
-_UNANNOUNCED_AT = len(_LEDGER_COUNTS) + _COUNTS.index("unannounced")
-_BLOCKS_AT = 2
-
-_counts_of = attrgetter(*_COUNTS)
-_ledger_counts_of = attrgetter(*_LEDGER_COUNTS)
-
-
-def _pairs(values: Iterable[_Number]) -> list[tuple[_Number, _Number]]:
-    each = iter(values)
-    return list(zip(each, each, strict=True))
 
 
 @dataclass
 class Tally:
-    """One rank's contribution to the vote, or the sum over all ranks."""
+    """One rank's contribution to the vote, or the sum over all ranks. Its integers are counts."""
 
-    norms: dict[BlockKey, float] = field(default_factory=dict)
-    """Sum of squares of the raw reduced gradient, for each block of this rank that counts in the norm."""
-    squares: Sequence[float] = ()
-    """In a sum: those of all blocks, in the order of the layout."""
     voters: int = 1
-    tokens: float = 0.0
     overflows: int = 0
     zeros: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
-    """Samples from which this rank's gradients were computed."""
     plan: int = 0
     """Sum of the voters' plan digests (:func:`plan_digest`)."""
     joins: int = 0
@@ -84,19 +61,41 @@ class Tally:
     """Voters whose share of the checkpoint under way is written."""
     steady: int = 0
     """Voters whose measured times are valid for their devices."""
+    unannounced: int = 0
+    """Voters whose loss function reports a name that the layout has no slot for."""
+    _: KW_ONLY
+    tokens: float = 0.0
+    ledger: Ledger = field(default_factory=Ledger)
+    """Samples from which this rank's gradients were computed."""
+    norms: dict[BlockKey, float] = field(default_factory=dict)
+    """Sum of squares of the raw reduced gradient, for each block of this rank that counts in the norm."""
+    squares: Sequence[float] = ()
+    """In a sum: those of all blocks, in the order of the layout."""
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)
     times: dict[Range, tuple[int, int]] = field(default_factory=dict)
     """Nanoseconds of (forwards, backwards) by cell and unit range, from the first rank of each cell."""
     clocks: dict[int, ClockState] = field(default_factory=dict)
     """Cell → clock range and present clock of its devices, summed over its ranks."""
-    report: dict[str, tuple[float, float]] = field(default_factory=dict)
-    unannounced: int = 0
-    """Voters whose loss function reports a name that the layout has no slot for."""
     rates: tuple[Rate, ...] = ()
     """Rates by parameter group, from the lowest living rank alone: cosines of two ranks may differ in the last bit."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Unit → tokens that each of its experts received from this rank, where they are counted."""
     rows: tuple[int, ...] = ()
     """Rows of ``ledger.samples``, ascending. Not part of the sums; part of the report if the vote is interrupted."""
+
+
+# The values begin with the tokens and the ledger's weights; the counts are the ledger's and the tally's.
+_COUNTS = tuple(one.name for one in fields(Tally) if one.type == "int")
+_LEDGER_COUNTS = ("samples", "numbers", "losses", "inputs", "gradients")
+_UNANNOUNCED_AT = len(_LEDGER_COUNTS) + _COUNTS.index("unannounced")
+_BLOCKS_AT = 2
+
+_counts_of = attrgetter(*_COUNTS)
+_ledger_counts_of = attrgetter(*_LEDGER_COUNTS)
+
+
+def _by_name(names: Sequence[_Name], pairs: Sequence[_Number]) -> dict[_Name, tuple[_Number, _Number]]:
+    return dict(zip(names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
 
 
 class _Slots(NamedTuple):
@@ -163,19 +162,18 @@ class VoteLayout:
     def unpack(self, values: Sequence[float], counts: Sequence[int]) -> Tally:
         """Return the sums as the tally of the whole step."""
         at = self._at
-        clock = map(int, values[at.clocks : at.rates])
         samples, numbers, losses, inputs, gradients, *others = counts
-        named: dict[str, Any] = dict(zip(_COUNTS, others, strict=True))
+        times, clocks = list(map(int, values[at.times : at.clocks])), map(int, values[at.clocks : at.rates])
         return Tally(
+            *others,
             tokens=values[0],
             ledger=Ledger(samples, numbers, losses, inputs, gradients, values[1]),
             squares=values[_BLOCKS_AT : at.report],
-            report=dict(zip(self.report_keys, _pairs(values[at.report : at.times]), strict=True)),
-            times=dict(zip(self.ranges, _pairs(map(int, values[at.times : at.clocks])), strict=True)),
-            clocks=dict(zip(self.clocked, zip(clock, clock, clock, clock, strict=True), strict=True)),
-            rates=tuple(Rate(*both) for both in _pairs(values[at.rates : at.tokens])),
+            report=_by_name(self.report_keys, values[at.report : at.times]),
+            times=_by_name(self.ranges, times),
+            clocks=dict(zip(self.clocked, zip(clocks, clocks, clocks, clocks, strict=True), strict=True)),
+            rates=tuple(map(Rate, values[at.rates : at.tokens : 2], values[at.rates + 1 : at.tokens : 2])),
             expert_tokens=self._tokens(values[at.tokens :]),
-            **named,
         )
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
