@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -21,11 +22,15 @@ inline void append_limbs(std::vector<double>& values, uint64_t lower, double abo
   values.push_back(double(lower >> 2 * kLimbBits) + above * kAbove);
 }
 
-// The sum whose limbs add up to those at `limbs`: its lower 64 bits, and those above.
+// The sum whose limbs add up to those at `limbs`: its lower 64 bits, and those above. Throws std::domain_error for what
+// no sum of limbs can be.
 inline std::pair<uint64_t, uint64_t> of_limbs(const double* limbs) {
   __extension__ using Wide = unsigned __int128;
   Wide sum = 0;
-  for (size_t i = 0; i < kLimbs; ++i) sum += Wide(uint64_t(limbs[i])) << i * kLimbBits;
+  for (size_t i = 0; i < kLimbs; ++i) {
+    if (!(limbs[i] >= 0 && limbs[i] < 0x1p63)) throw std::domain_error("elastic: a sum of counts is out of range");
+    sum += Wide(uint64_t(limbs[i])) << i * kLimbBits;
+  }
   return {uint64_t(sum), uint64_t(sum >> 64)};
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "../../csrc/comm/errors.hpp"
+#include "../../csrc/comm/limbs.hpp"
 #include "../../csrc/comm/outbox.hpp"
 #include "../../csrc/comm/reduce.hpp"
 #include "../../csrc/comm/ring.hpp"
@@ -237,6 +238,34 @@ TEST(chunks_fit_twice_for_each_rank_of_a_host_into_its_outbox) {
     CHECK(outbox * local <= size_t(128) << 20 || outbox == 1 << 20);
     const size_t over_sockets = socket_chunk_bytes_for(local);
     CHECK(over_sockets * local <= 4 << 20 || over_sockets == kSmallestChunk);
+  }
+}
+
+TEST(limbs_added_in_fp64_are_the_sum_of_the_numbers) {
+  std::mt19937_64 random(7);
+  std::vector<double> total(kLimbs);
+  __extension__ unsigned __int128 wanted = 0;
+  for (int i = 0; i < 4096; ++i) {
+    const uint64_t lower = random() >> i % 64, above = random() % 512;
+    std::vector<double> limbs;
+    append_limbs(limbs, lower, double(above));
+    for (size_t at = 0; at < kLimbs; ++at) total[at] += limbs[at];
+    wanted += lower;
+    wanted += static_cast<decltype(wanted)>(above) << 64;
+  }
+  CHECK(of_limbs(total.data()) == std::make_pair(uint64_t(wanted), uint64_t(wanted >> 64)));
+}
+
+TEST(what_no_sum_of_limbs_can_be_is_refused) {
+  for (double wrong : {-1.0, 0x1p63, std::nan("")}) {
+    const double limbs[kLimbs] = {0, wrong, 0};
+    bool refused = false;
+    try {
+      of_limbs(limbs);
+    } catch (const std::domain_error&) {
+      refused = true;
+    }
+    CHECK(refused);
   }
 }
 
