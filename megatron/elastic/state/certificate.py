@@ -91,15 +91,22 @@ class Statement:
         return json.dumps([head, claims, params, self.rows, self.random_key], separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Statement:
-        """Parse :attr:`text`."""
+    def from_texts(cls, texts: Mapping[int, str]) -> dict[int, Statement]:
+        """Parse the :attr:`text` of each rank. Records of one text, all of them as a rule, are one object."""
+        records = dict[str, StepRecord]()
+        return {rank: cls._from_text(text, records) for rank, text in texts.items()}
+
+    @classmethod
+    def _from_text(cls, text: str, records: dict[str, StepRecord]) -> Statement:
         (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
+        if record not in records:
+            records[record] = StepRecord.from_json(record)
         made = cls(
             rank,
             generation,
             placement,
             plan,
-            StepRecord.from_json(record),
+            records[record],
             {(u, s, i): Claim(*rest) for u, s, i, *rest in claims},
             {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
             tuple(rows),
@@ -216,9 +223,10 @@ def _common(statements: Mapping[int, Statement]) -> Iterator[str]:
     """Yield findings about values that must be equal on all ranks, compared with the most frequent value."""
     for name in ("generation", "placement", "plan"):
         yield from _odd_ones(name, {rank: getattr(s, name) for rank, s in statements.items()})
-    for item in fields(StepRecord):
-        values = {rank: getattr(s.record, item.name) for rank, s in statements.items()}
-        yield from _odd_ones(f"record field {item.name}", values)
+    if len({id(s.record) for s in statements.values()}) > 1:
+        for item in fields(StepRecord):
+            values = {rank: getattr(s.record, item.name) for rank, s in statements.items()}
+            yield from _odd_ones(f"record field {item.name}", values)
     yield from _odd_ones("random seed", {rank: s.random_key[0] for rank, s in statements.items()})
 
 

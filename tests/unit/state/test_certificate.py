@@ -86,7 +86,7 @@ class Job:
                 self.rows[rank],
                 self.random[rank],
             )
-        return {rank: Statement.from_json(statement.text) for rank, statement in out.items()}
+        return Statement.from_texts({rank: statement.text for rank, statement in out.items()})
 
     def certify(self):
         return certify(self.statements(), [GROUP], 1, ROWS, RANKS)

@@ -150,7 +150,7 @@ class Examination:
     def complete(self) -> CertificateOutcome:
         """Wait for all statements and certify them. Findings are in the result, not raised. Raises ``CommError``."""
         began, view, passed, findings = self.threads.monotonic(), self.view, None, tuple[str, ...]()
-        statements = {rank: Statement.from_json(text) for rank, text in self.exchange.complete().items()}
+        statements = Statement.from_texts(self.exchange.complete())
         due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
         rows = view.plan.grid.global_batch_size
         try:
