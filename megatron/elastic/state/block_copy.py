@@ -8,8 +8,10 @@ accepted, since all that the update needs is here.
 
 Invariants
 - The numbers that the training thread reads (:attr:`BlockCopy.store`) are those of the copy's version.
-- No other thread makes an update. One may go on for a moment after its guard has been taken off, as in a transfer that
-  was given up: what it reads then is used for nothing.
+- Only a mirror in the pool has accepted updates, and only the training thread makes them. A copy that arrives is
+  updated at once, by the thread that receives it, so whoever asks for its numbers meanwhile makes nothing.
+- Another thread may go on for a moment after its guard has been taken off, as in a transfer that was given up: what it
+  reads then is used for nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ TORN = -2
 """Version of a copy while its numbers change, and of one whose update was interrupted."""
 
 
-class _Accepted(NamedTuple):
+class _Update(NamedTuple):
     """An update that a copy's version counts and its numbers lack."""
 
     gradient: Retained
@@ -64,7 +66,7 @@ class BlockCopy:
     gradients: dict[GradientKey, Retained] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
     """Host memory for the next gradients, fp32 [numel] each."""
-    accepted: list[_Accepted] = field(default_factory=list)
+    accepted: list[_Update] = field(default_factory=list)
     """Updates that its version counts and :attr:`made` lacks, oldest first."""
 
     @property
@@ -130,20 +132,26 @@ class BlockCopy:
         self.gradients[key] = retained
 
     def accept(self, key: GradientKey, scalars: Sequence[Scalars]) -> None:
-        """Count the update by a retained gradient from now on; :meth:`catch_up` makes it. Raises ``KeyError``."""
-        self.accepted.append(_Accepted(self.gradients.pop(key), scalars))
+        """Count the update by a retained gradient from now on; it is made with the next one. Raises ``KeyError``."""
+        self.accepted.append(_Update(self.gradients.pop(key), scalars))
+
+    def update(self, key: GradientKey, scalars: Sequence[Scalars]) -> None:
+        """Make the update by a retained gradient, behind those that were accepted. Raises ``KeyError``."""
+        self._make([*self.accepted, _Update(self.gradients.pop(key), scalars)])
 
     def catch_up(self) -> None:
-        """Make the accepted updates. The copy is torn while it does, and if it does not get through."""
-        if not self.accepted:
-            return
+        """Make the accepted updates."""
+        if self.accepted:
+            self._make(self.accepted)
+
+    def _make(self, updates: Sequence[_Update]) -> None:
+        """Make ``updates``, the accepted ones first. The copy is torn meanwhile, and if it does not get through."""
         version, self.version = self.version, TORN
         place = self.made.place
-        updates = [(place.bring(by.values if place.on_device else by.on_host()), to) for by, to in self.accepted]
-        place.update(self.made.state, self.block.start, self.runs, updates)
-        done, self.accepted = self.accepted, []
-        self.version = version
-        for gradient, _ in done:
+        due = [(place.bring(by.values if place.on_device else by.on_host()), to) for by, to in updates]
+        place.update(self.made.state, self.block.start, self.runs, due)
+        self.version, self.accepted = version, []
+        for gradient, _ in updates:
             self._let_go(gradient)
 
     def release(self, key: GradientKey) -> None:

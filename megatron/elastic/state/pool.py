@@ -359,11 +359,15 @@ class StatePool:
                 self._keep_previous(copy)
             content = "" if gradient is None else copy.gradient_hash(gradient)
             copy.lineage = next_lineage(copy.lineage, content, record.digest)
-            if gradient is not None:
-                copy.accept(gradient, [by.of(run) for run in copy.runs])
             copy.version = record.version
-            if not waits or self._guards or record.version % TOGETHER == 0:
-                copy.catch_up()
+            waits = waits and not self._guards and record.version % TOGETHER > 0
+            if gradient is None:
+                if not waits:
+                    copy.catch_up()
+            elif waits:
+                copy.accept(gradient, [by.of(run) for run in copy.runs])
+            else:
+                copy.update(gradient, [by.of(run) for run in copy.runs])
         if copy.gradients:
             for key in [k for k in copy.gradients if k.step < record.version]:
                 copy.release(key)

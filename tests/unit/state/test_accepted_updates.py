@@ -167,12 +167,22 @@ def test_a_gradient_that_is_missing_is_refused_when_the_step_is_accepted() -> No
     assert not waiting(mirror) and mirror.holdings().newest == 0
 
 
-def test_what_other_threads_are_making_is_not_made_by_those_that_count_its_bytes() -> None:
-    """The training thread counts what has come while the threads of its streams make updates of it."""
-    pool, record = filled(1)
-    pool.apply(stepped((pool,), record), unread=KEYS)
-    receiver = SimpleNamespace(blocks={key: pool.get(key) for key in pool})
-    streams = Streams.__new__(Streams)
+def test_whoever_reads_a_copy_while_it_is_updated_makes_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training thread counts what has come, and may read it, while the threads of its streams update it."""
+    (owner, record), (mirror, _) = filled(0), filled(1)
+    copy = mirror.get(KEYS[0])
+    receiver = SimpleNamespace(blocks={KEYS[0]: copy})
+    streams, made = Streams.__new__(Streams), list[int]()
     streams._incoming = cast(Any, [SimpleNamespace(receiver=receiver)])
-    assert streams.bytes_received == 12 * LAYOUT.numel
-    assert waiting(pool) == len(KEYS)
+
+    def read_meanwhile(*arguments: object) -> None:
+        made.append(streams.bytes_received)
+        assert copy.state is copy.made.state
+        adam_step_runs(*arguments)  # type: ignore[arg-type]
+
+    record = stepped((owner, mirror), record)
+    owner.apply(record)
+    monkeypatch.setattr(place_module, "adam_step_runs", read_meanwhile)
+    mirror.replay(copy, record)
+    assert made == [12 * LAYOUT.blocks[0].numel]
+    assert torch.equal(copy.state.view(torch.int32), owner.get(KEYS[0]).state.view(torch.int32))
