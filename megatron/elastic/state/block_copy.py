@@ -9,7 +9,7 @@ accepted, since all that the update needs is here.
 Invariants
 - The numbers that the training thread reads (:attr:`BlockCopy.store`) are those of the copy's version.
 - Only a mirror in the pool has accepted updates, and only the training thread makes them. A copy that arrives is
-  updated at once, by the thread that receives it, so whoever asks for its numbers meanwhile makes nothing.
+  updated at once by the thread that receives it: a thread that reads its numbers meanwhile makes no update.
 - Another thread may go on for a moment after its guard has been taken off, as in a transfer that was given up: what it
   reads then is used for nothing.
 """

@@ -1,4 +1,4 @@
-"""The vote's values and counts: what ranks add is what everybody reads, whoever added it."""
+"""The vote's values and counts: every rank reads the sums of what all ranks added."""
 
 from __future__ import annotations
 

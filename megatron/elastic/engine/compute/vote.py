@@ -99,7 +99,7 @@ def _by_name(names: Sequence[_Name], pairs: Sequence[_Number]) -> dict[_Name, tu
 
 
 class _Slots(NamedTuple):
-    """Where each kind of value begins, behind the norms."""
+    """The first slot of each kind of value behind the norms."""
 
     report: int
     times: int
