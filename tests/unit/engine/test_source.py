@@ -33,6 +33,14 @@ def pieces(*rows: tuple[int, ...]) -> tuple[Piece, ...]:
 PLAN = pieces((0, 1), (4, 5))
 
 
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @given(st.integers(0, 50), st.permutations(range(8)))
 @settings(max_examples=30)
 def test_what_is_read_depends_on_the_address_alone(first: int, order: list[int]) -> None:
@@ -47,41 +55,55 @@ def test_what_is_read_depends_on_the_address_alone(first: int, order: list[int])
         assert reader.reading is not None and reader.reading.samples == tuple(first + row for row in piece.rows)
 
 
-def test_loader_workers_read_ahead_and_follow_a_changed_plan() -> None:
-    source = DatasetSource(Numbers(), lambda sample: sample, workers=1)
-    source.plan(PLAN)
+def test_loader_workers_read_ahead_and_stay_when_the_plan_changes_or_a_step_is_cut_short() -> None:
+    source = DatasetSource(Numbers(), lambda sample: sample, workers=2)
+    readers: set[int] = set()
+
+    def read(step: int, plan: tuple[Piece, ...], cut: int) -> None:
+        source.plan(plan)
+        batch_of = source.begin(StepAddress(8 * step, 8))
+        for piece in plan[:cut]:
+            batch = next(batch_of(piece))
+            assert batch[:, 0].tolist() == [(8 * step + row) ** 2 for row in piece.rows]
+            readers.update(batch[:, 1].tolist())
+
     for step in range(3):
-        read = source.begin(StepAddress(8 * step, 8))
-        batches = [next(read(piece)) for piece in PLAN]
-        assert all(os.getpid() not in batch[:, 1].tolist() for batch in batches), "read by a worker"
-        assert [b[:, 0].tolist() for b in batches] == [[(8 * step + r) ** 2 for r in p.rows] for p in PLAN]
-    changed = pieces((6, 7, 2))
-    source.plan(changed)
-    (batch,) = source.begin(StepAddress(24, 8))(changed[0])
-    assert batch[:, 0].tolist() == [30**2, 31**2, 26**2]
-    source.close()
+        read(step, PLAN, 2)
+    workers = set(readers)
+    assert len(workers) == 2 and os.getpid() not in workers, "read by the workers"
+    read(3, PLAN, 1)  # cut short,
+    read(3, pieces((6, 7, 2), (0, 1), (3,)), 3)  # and computed again under another plan
+    read(4, PLAN, 2)
+    assert readers == workers
+    read(5, (), 0)
+    assert not any(alive(worker) for worker in workers), "a rank that reads nothing keeps no workers"
 
 
-def test_a_killed_loader_worker_costs_no_sample() -> None:
+@pytest.mark.parametrize("plan", [PLAN, pieces((6, 7, 2), (0, 1))], ids=["same plan", "another plan"])
+def test_a_killed_loader_worker_costs_no_sample(plan: tuple[Piece, ...]) -> None:
     source = DatasetSource(Numbers(), lambda sample: sample, workers=1)
     source.plan(PLAN)
     (batch,) = source.begin(StepAddress(0, 8))(PLAN[0])
-    os.kill(int(batch[0, 1]), signal.SIGKILL)
+    killed = int(batch[0, 1])
+    os.kill(killed, signal.SIGKILL)
     for step in range(1, 4):
+        source.plan(plan)
         read = source.begin(StepAddress(8 * step, 8))
-        for piece in PLAN:
+        for piece in plan:
             (batch,) = read(piece)
             assert batch[:, 0].tolist() == [(8 * step + row) ** 2 for row in piece.rows]
+    assert killed != batch[0, 1] != os.getpid(), "read by a new worker"
     source.close()
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_a_step_cut_short_anywhere_leaves_the_next_one_its_own_samples(cuts: list[int], random: Random) -> None:
-    """A rank that is parked in the middle of a step, and computes again from the next step on under the same plan."""
-    plan = pieces((0, 1), (4, 5), (2, 3))
+    """A rank that is parked in the middle of a step, and goes on with the next step, perhaps by another plan."""
+    plans = pieces((0, 1), (4, 5), (2, 3)), pieces((0, 1), (2, 3, 6)), pieces((7,))
     source = DatasetSource(Numbers(), lambda sample: sample, workers=1)
-    for step, cut in enumerate((*cuts, len(plan))):
+    for step, cut in enumerate((*cuts, 3)):
+        plan = random.choice(plans)
         source.plan(plan)
         for attempt in range(1 + random.randint(0, 1)):  # the step may be computed again from its beginning
             read = source.begin(StepAddress(8 * step, 8))

@@ -6,12 +6,15 @@ has no position that advances, and reading twice gives the same bytes.
 
 Prefetching is torch's ``DataLoader`` over an endless batch sampler that follows
 the present plan. A batch carries its sample numbers through the loader, so the samples of a
-piece are known and not assumed (:mod:`ledger`). A change of plan, a dead loader worker, or
-a step that was not read to its end starts the loader anew.
+piece are known and not assumed (:mod:`ledger`). After a change of plan, or a step that was
+not read to its end, the same workers read on from another address: starting workers is a
+fork of the whole rank, which takes longer than a recovery. Only a dead worker makes the
+loader start new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -28,6 +31,8 @@ from megatron.elastic.plan.model import Piece
 __all__ = ["DatasetSource", "PieceBatch", "SampleSource", "StepAddress"]
 
 _PR_SET_PDEATHSIG = 1
+_WORKER_DIED = (RuntimeError, EOFError, OSError)
+"""What a loader raises after a worker died, perhaps before its batch was read from its shared memory."""
 Numbered = tuple[tuple[int, ...], Any]
 """Global sample numbers, and the batch made of those samples."""
 
@@ -98,17 +103,17 @@ class DatasetSource:
         self._loader: _PieceLoader | None = None
 
     def plan(self, pieces: Sequence[Piece]) -> None:
-        """Set the pieces of each step (:class:`SampleSource`); drops prefetched batches of an older plan."""
-        if tuple(pieces) != self._pieces:
-            self._pieces = tuple(pieces)
+        """Set the pieces of each step (:class:`SampleSource`); without any, loader workers are stopped."""
+        self._pieces = tuple(pieces)
+        if not self._pieces:
             self.close()
 
     def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
         """Return the reader of one step (:class:`SampleSource`)."""
         if self._workers == 0 or not self._pieces:
             return lambda piece: PieceBatch(lambda: self._read(address, piece))
-        if self._loader is None or self._loader.position != (address, 0):
-            self._loader = _PieceLoader(self._dataset, self._order, self._pieces, address, self._workers, self._collate)
+        if self._loader is not None and not self._loader.reads(self._pieces, address):
+            self._loader = self._loader_at(address)
         return lambda piece: PieceBatch(lambda: self._prefetched(address, piece))
 
     def close(self) -> None:
@@ -119,59 +124,80 @@ class DatasetSource:
         samples = address.samples(piece)
         return samples, self._collate([self._dataset[self._order(sample)] for sample in samples])
 
+    def _loader_at(self, address: StepAddress) -> _PieceLoader:
+        """Return a loader that reads the present pieces from ``address`` on: the one that is here, or a new one."""
+        if self._loader is not None and self._loader.alive():
+            with contextlib.suppress(*_WORKER_DIED):
+                self._loader.move(self._pieces, address)
+                return self._loader
+        loader = _PieceLoader(self._dataset, self._order, self._workers, self._collate)
+        loader.move(self._pieces, address)
+        return loader
+
     def _prefetched(self, address: StepAddress, piece: Piece) -> Numbered:
-        """Return the loader's next batch if it is the piece's; otherwise read the samples in this process."""
+        """Return the loader's next batch if it is the piece's; otherwise read the samples in this process.
+
+        The first batch that is fetched starts the loader: a forward step may take none.
+        """
+        if self._loader is None and piece == self._pieces[0]:
+            self._loader = self._loader_at(address)
         if self._loader is not None and self._loader.offers(address, piece):
             try:
                 return self._loader.take()
-            except (RuntimeError, StopIteration, EOFError, OSError):
-                # A loader worker died, perhaps before its batch was read from its shared memory. The next step
-                # starts workers again.
-                pass
+            except (StopIteration, *_WORKER_DIED):
+                pass  # The next step starts workers again.
         self.close()
         return self._read(address, piece)
 
 
 class _PieceLoader:
-    """Loader workers that read a plan's pieces, step after step.
+    """Loader workers that read a plan's pieces, step after step, from where :meth:`move` sets them.
 
     Invariant: ``position`` is (step, index of the piece) of the batch that :meth:`take` returns next. It moves when a
     batch is taken, not when a step begins: a loss may interrupt a step anywhere.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        order: Callable[[int], int],
-        pieces: tuple[Piece, ...],
-        address: StepAddress,
-        workers: int,
-        collate: Callable[[list[Any]], Any],
+        self, dataset: Dataset[Any], order: Callable[[int], int], workers: int, collate: Callable[[list[Any]], Any]
     ) -> None:
-        self.position = (address, 0)
-        self._pieces = pieces
-        self._batches = _quiet(
-            iter(
-                DataLoader(
-                    _Numbered(dataset),
-                    batch_sampler=_Following(order, pieces, address),
-                    num_workers=workers,
-                    collate_fn=_NumberedCollate(collate),
-                    worker_init_fn=_die_with(os.getpid()),
-                )
-            )
+        self._following = _Following(order)
+        self._loader = DataLoader(
+            _Numbered(dataset),
+            batch_sampler=self._following,
+            num_workers=workers,
+            collate_fn=_NumberedCollate(collate),
+            worker_init_fn=_die_with(os.getpid()),
+            persistent_workers=True,
         )
+
+    def move(self, pieces: tuple[Piece, ...], address: StepAddress) -> None:
+        """Read ``pieces`` from the step at ``address`` on.
+
+        Waits until the workers have read the batches that were asked of them before (two each), and drops those.
+        Raises the errors that a dead worker causes.
+        """
+        self._following.pieces, self._following.address = pieces, address
+        self._batches = _quiet(iter(self._loader))
+        self.position = (address, 0)
+
+    def alive(self) -> bool:
+        """Return whether no worker has died. To wait for a batch of a dead one takes torch five seconds."""
+        return all(worker.is_alive() for worker in self._batches._workers)
+
+    def reads(self, pieces: tuple[Piece, ...], address: StepAddress) -> bool:
+        """Return whether the next batch is the first of ``pieces`` in the step at ``address``."""
+        return self._following.pieces == pieces and self.position == (address, 0)
 
     def offers(self, address: StepAddress, piece: Piece) -> bool:
         """Return whether the next batch is that of ``piece`` in the step at ``address``."""
         there, index = self.position
-        return there == address and self._pieces[index] == piece
+        return there == address and self._following.pieces[index] == piece
 
     def take(self) -> Numbered:
         """Return the next batch with its sample numbers. Raises the errors that a dead loader worker causes."""
         numbered: Numbered = next(self._batches)
         address, index = self.position
-        following = index + 1 < len(self._pieces)
+        following = index + 1 < len(self._following.pieces)
         self.position = (address, index + 1) if following else (_after(address), 0)
         return numbered
 
@@ -198,17 +224,17 @@ class _NumberedCollate:
 
 
 class _Following:
-    """Endless batches of (sample number, data set index): the pieces of one plan, step after step."""
+    """Endless batches of (sample number, data set index): ``pieces`` of the step at ``address``, and of those after."""
 
-    def __init__(self, order: Callable[[int], int], pieces: tuple[Piece, ...], address: StepAddress) -> None:
+    def __init__(self, order: Callable[[int], int]) -> None:
         self._order = order
-        self._pieces = pieces
-        self._address = address
+        self.pieces: tuple[Piece, ...] = ()
+        self.address = StepAddress(0, 0)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        address = self._address
+        pieces, address = self.pieces, self.address
         while True:
-            for piece in self._pieces:
+            for piece in pieces:
                 try:
                     yield [(sample, self._order(sample)) for sample in address.samples(piece)]
                 except IndexError:
@@ -220,7 +246,7 @@ def _after(address: StepAddress) -> StepAddress:
     return StepAddress(address.first + address.size, address.size)
 
 
-def _quiet(loader: Any) -> Iterator[Any]:
+def _quiet(loader: Any) -> Any:
     """Keep torch's SIGCHLD handler from raising in unrelated code when such a worker ends.
 
     The reader that waits for the worker notices its end.
@@ -228,7 +254,7 @@ def _quiet(loader: Any) -> Iterator[Any]:
     if loader._worker_pids_set:
         signal_handling._remove_worker_pids(id(loader))
         loader._worker_pids_set = False
-    return loader  # type: ignore[no-any-return]
+    return loader
 
 
 def _die_with(parent: int) -> Callable[[int], None]:

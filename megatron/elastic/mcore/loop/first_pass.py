@@ -24,22 +24,28 @@ __all__ = ["rehearsed"]
 _CHECKS = ("check_for_nan_in_loss_and_grad", "check_for_spiky_loss")
 
 
-def rehearsed(forward_step: ForwardStep, source: SampleSource | None) -> ForwardStep:
-    """Return ``forward_step`` on a micro-batch of ``source``, whichever iterator it is given."""
+def rehearsed(forward_step: ForwardStep, source: SampleSource | None, reads_data: bool) -> ForwardStep:
+    """Return ``forward_step`` on a micro-batch of ``source``, whichever iterator it is given.
+
+    ``reads_data``: whether this rank will read batches in its steps too. Then loader workers read this one, so that
+    they are there before the first step.
+    """
 
     def step(_: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         with _unchecked():
-            output, loss = forward_step(_first_batch(source), model)
+            output, loss = forward_step(_first_batch(source, reads_data), model)
         return output, lambda result: _run_unchecked(loss, result)
 
     return step
 
 
-def _first_batch(source: SampleSource | None) -> Iterator[Any]:
+def _first_batch(source: SampleSource | None, read_ahead: bool) -> Iterator[Any]:
     if source is None:
         return iter(())
     rows = get_args().micro_batch_size
-    return source.begin(StepAddress(0, rows))(Piece(0, 0, 0, 1, tuple(range(rows))))
+    piece = Piece(0, 0, 0, 1, tuple(range(rows)))
+    source.plan((piece,) if read_ahead else ())
+    return source.begin(StepAddress(0, rows))(piece)
 
 
 def _run_unchecked(loss: Callable[[torch.Tensor], Any], output: torch.Tensor) -> Any:

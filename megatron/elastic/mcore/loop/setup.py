@@ -234,7 +234,8 @@ class Setup:
         """
         if self._job is None:
             raise RuntimeError("a newcomer cannot be admitted before its model is set up")
-        engine, join_state = join(self.links, self._job, rehearsed(forward_step, source))
+        first_pass = rehearsed(forward_step, source, self._job.interface.reads_data())
+        engine, join_state = join(self.links, self._job, first_pass)
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
         assert self._schedule is not None
