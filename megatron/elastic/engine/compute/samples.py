@@ -75,7 +75,7 @@ class SampleSource(Protocol):
     """The source of a step's samples."""
 
     def plan(self, pieces: Sequence[Piece]) -> None:
-        """Set the pieces that this rank reads each step from now on, in reading order."""
+        """Set the pieces that this rank reads each step from now on, in reading order; without any it reads none."""
 
     def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
         """Return the reader of one step: ``reader(piece)`` yields that piece's collated batch once."""

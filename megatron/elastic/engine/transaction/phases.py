@@ -213,10 +213,9 @@ class StepBody:
         """Return the samples of this rank's pieces; only the first rank of a cell reads the data set."""
         if step.source is None:
             return lambda piece: PieceBatch.as_planned(step.address.samples(piece))
-        if not self._tools.interface.reads_data():
-            return lambda piece: PieceBatch()
-        step.source.plan(pieces)
-        return step.source.begin(step.address)
+        reads = self._tools.interface.reads_data()
+        step.source.plan(pieces if reads else ())
+        return step.source.begin(step.address) if reads else lambda piece: PieceBatch()
 
     def _scope(self, step: StepInput, piece: Piece) -> AbstractContextManager[None]:
         return dropout_scope(DropoutKey(self._tools.settings.seed, step.step, step.address.samples(piece)))
