@@ -400,11 +400,17 @@ def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_without_write_permission_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    result = elastic_job(
-        tmp_path / "events", 2, 1, 1, 3, *QUIET, "--save", str(tmp_path / "file/saved"), "--save-interval", "2"
+def test_a_folder_that_is_gone_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+    """It could be written to at the start; from step 1 on there is a file in its place."""
+    saved, slow = tmp_path / "saved", ("--elastic-allow-inject", "--elastic-inject", "delay:step=2,seconds=3")
+    command = elastic_command(
+        tmp_path / "events", 2, 1, 1, 3, *QUIET, *slow, "--save", str(saved), "--save-interval", "2"
     )
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for("iteration +1/")
+        shutil.rmtree(saved, ignore_errors=True)
+        saved.write_text("in the way")
+        result = job.finish()
     assert result.code == 4, result.output[-4000:]
     assert "could not be written" in result.output and "Traceback" not in result.output
     assert max(result.committed) == 3
