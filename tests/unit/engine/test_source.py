@@ -6,6 +6,7 @@ import os
 import signal
 from random import Random
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,14 +32,6 @@ def pieces(*rows: tuple[int, ...]) -> tuple[Piece, ...]:
 
 
 PLAN = pieces((0, 1), (4, 5))
-
-
-def alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @given(st.integers(0, 50), st.permutations(range(8)))
@@ -76,7 +69,7 @@ def test_loader_workers_read_ahead_and_stay_when_the_plan_changes_or_a_step_is_c
     read(4, PLAN, 2)
     assert readers == workers
     read(5, (), 0)
-    assert not any(alive(worker) for worker in workers), "a rank that reads nothing keeps no workers"
+    assert not any(map(psutil.pid_exists, workers)), "a rank that reads nothing keeps no workers"
 
 
 @pytest.mark.parametrize("plan", [PLAN, pieces((6, 7, 2), (0, 1))], ids=["same plan", "another plan"])

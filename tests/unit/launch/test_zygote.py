@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.elastic.control import env
@@ -94,14 +95,6 @@ def until(claim: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_modules_that_fail_or_start_a_thread_are_named_and_workers_then_start_without_them(folder: Path) -> None:
     """A fork copies one thread only; a lock that another one holds would stay locked in the worker."""
     written(folder, "fails_on_import.py", "raise LookupError('no licence')")
@@ -164,7 +157,7 @@ def test_what_a_worker_leaves_in_its_process_group_ends_with_it(folder: Path) ->
         message, _ = agent.hear()
         assert isinstance(message, Exited) and os.waitstatus_to_exitcode(message.status) == 7
         child = int(Path(f"{worker}.child").read_text())
-        until(lambda: not is_running(child))
+        until(lambda: not psutil.pid_exists(child))
 
 
 def test_all_workers_and_what_they_left_go_with_the_agent(folder: Path) -> None:
@@ -181,7 +174,7 @@ def test_all_workers_and_what_they_left_go_with_the_agent(folder: Path) -> None:
         pids = [agent.fork(number, worker, **environ) for number in (1, 2)]
         until(lambda: child.exists() and child.read_text().count(" ") == 2)
         pids += map(int, child.read_text().split())
-    until(lambda: not any(map(is_running, pids)))
+    until(lambda: not any(map(psutil.pid_exists, pids)))
     assert glob.glob(f"/dev/shm/{prefix}*") == [] and not scratch.exists()
 
 

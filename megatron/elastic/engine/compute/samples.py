@@ -32,7 +32,7 @@ __all__ = ["DatasetSource", "PieceBatch", "SampleSource", "StepAddress"]
 
 _PR_SET_PDEATHSIG = 1
 _WORKER_DIED = (RuntimeError, EOFError, OSError)
-"""What a loader raises after a worker died, perhaps before its batch was read from its shared memory."""
+"""Errors of a loader after a worker died: torch's own, or those of reading the shared memory that held its batch."""
 Numbered = tuple[tuple[int, ...], Any]
 """Global sample numbers, and the batch made of those samples."""
 
@@ -130,9 +130,7 @@ class DatasetSource:
             with contextlib.suppress(*_WORKER_DIED):
                 self._loader.move(self._pieces, address)
                 return self._loader
-        loader = _PieceLoader(self._dataset, self._order, self._workers, self._collate)
-        loader.move(self._pieces, address)
-        return loader
+        return _PieceLoader(self._dataset, self._order, self._workers, self._collate, self._pieces, address)
 
     def _prefetched(self, address: StepAddress, piece: Piece) -> Numbered:
         """Return the loader's next batch if it is the piece's; otherwise read the samples in this process.
@@ -151,14 +149,20 @@ class DatasetSource:
 
 
 class _PieceLoader:
-    """Loader workers that read a plan's pieces, step after step, from where :meth:`move` sets them.
+    """Loader workers that read a plan's pieces, step after step; :meth:`move` sends them elsewhere.
 
     Invariant: ``position`` is (step, index of the piece) of the batch that :meth:`take` returns next. It moves when a
     batch is taken, not when a step begins: a loss may interrupt a step anywhere.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], order: Callable[[int], int], workers: int, collate: Callable[[list[Any]], Any]
+        self,
+        dataset: Dataset[Any],
+        order: Callable[[int], int],
+        workers: int,
+        collate: Callable[[list[Any]], Any],
+        pieces: tuple[Piece, ...],
+        address: StepAddress,
     ) -> None:
         self._following = _Following(order)
         self._loader = DataLoader(
@@ -169,6 +173,7 @@ class _PieceLoader:
             worker_init_fn=_die_with(os.getpid()),
             persistent_workers=True,
         )
+        self.move(pieces, address)
 
     def move(self, pieces: tuple[Piece, ...], address: StepAddress) -> None:
         """Read ``pieces`` from the step at ``address`` on.
@@ -181,7 +186,7 @@ class _PieceLoader:
         self.position = (address, 0)
 
     def alive(self) -> bool:
-        """Return whether no worker has died. To wait for a batch of a dead one takes torch five seconds."""
+        """Return whether no worker has died. Torch notices a dead one only after five seconds of waiting."""
         return all(worker.is_alive() for worker in self._batches._workers)
 
     def reads(self, pieces: tuple[Piece, ...], address: StepAddress) -> bool:
