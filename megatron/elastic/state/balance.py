@@ -34,40 +34,44 @@ class _Ownership:
         self.owner = {block.key: copies[block.key].owner for block in group.blocks}
         self.held = {block.key: copies[block.key].ranks for block in group.blocks}
         self.load = dict.fromkeys(group.holders, 0)
-        for rank in self.owner.values():
-            if rank in self.load:
-                self.load[rank] += 1
+        self._owned: dict[int, set[BlockKey]] = {}
+        """Rank → the blocks that it owns."""
+        self._free: dict[int, dict[int, set[BlockKey]]] = {rank: {} for rank in group.holders}
+        """Holder → other holder → blocks owned by the one that the other has a copy of."""
+        for key in self.owner:
+            self._count(key, 1)
+
+    def _count(self, key: BlockKey, sign: int) -> None:
+        """Enter ``key`` under its owner, or take it out (``sign`` -1)."""
+        owner = self.owner[key]
+        change = set.add if sign > 0 else set.remove
+        change(self._owned.setdefault(owner, set()), key)
+        if owner not in self.load:
+            return
+        self.load[owner] += sign
+        edges = self._free[owner]
+        for rank in self.held[key]:
+            if rank != owner and rank in self.load:
+                change(edges.setdefault(rank, set()), key)
 
     def give(self, key: BlockKey, rank: int) -> None:
         """Change the owner of ``key`` to ``rank``."""
-        if self.owner[key] in self.load:
-            self.load[self.owner[key]] -= 1
+        self._count(key, -1)
         self.owner[key] = rank
-        self.load[rank] += 1
-
-    def _free_edges(self) -> dict[int, dict[int, BlockKey]]:
-        """Return r → r' → a block owned by r that r' mirrors."""
-        edges: dict[int, dict[int, BlockKey]] = {rank: {} for rank in self.holders}
-        for key in sorted(self.owner):
-            owner = self.owner[key]
-            if owner in edges:
-                for rank in self.held[key]:
-                    if rank != owner and rank in edges:
-                        edges[owner].setdefault(rank, key)
-        return edges
+        self._count(key, 1)
 
     def free_path(self, source: int, targets: frozenset[int]) -> list[tuple[BlockKey, int]] | None:
         """Return the shortest chain of free moves from ``source`` to one of ``targets``, as (block, new owner)."""
-        edges, came = self._free_edges(), dict[int, tuple[int, BlockKey]]()
+        came = dict[int, tuple[int, BlockKey]]()
         queue, seen = deque([source]), {source}
         while queue:
             rank = queue.popleft()
             if rank in targets:
                 return _trace(came, source, rank)
-            for other in sorted(edges[rank]):
-                if other not in seen:
+            for other, keys in sorted(self._free[rank].items()):
+                if keys and other not in seen:
                     seen.add(other)
-                    came[other] = (rank, edges[rank][other])
+                    came[other] = (rank, min(keys))
                     queue.append(other)
         return None
 
@@ -75,10 +79,11 @@ class _Ownership:
         """Make free moves from loaded to less loaded ranks (difference 2 or more) until none is left."""
         progress = True
         while progress:
-            progress = False
-            for source in sorted(self.load, key=lambda r: (-self.load[r], r)):
+            progress, least = False, min(self.load.values())
+            loaded = [rank for rank, load in self.load.items() if load - least >= 2]
+            for source in sorted(loaded, key=lambda r: (-self.load[r], r)):
                 targets = frozenset(r for r, n in self.load.items() if self.load[source] - n >= 2)
-                path = self.free_path(source, targets) if targets else None
+                path = self.free_path(source, targets)
                 if path:
                     for key, rank in path:
                         self.give(key, rank)
@@ -95,8 +100,7 @@ class _Ownership:
 
     def pay(self, source: int, target: int) -> None:
         """Make one paid move; prefer a block that is short of copies, since it needs a new copy anyway."""
-        keys = sorted(key for key, rank in self.owner.items() if rank == source)
-        self.give(min(keys, key=lambda key: (len(self.held[key]), key)), target)
+        self.give(min(self._owned[source], key=lambda key: (len(self.held[key]), key)), target)
 
     def even_by_paying(self, total: Mapping[int, int]) -> None:
         """Make paid moves from the most to the least loaded until within one block; ``total`` breaks ties."""

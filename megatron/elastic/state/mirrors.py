@@ -21,7 +21,9 @@ are balanced in the number of their mirrors, within :data:`LEVEL_TOLERANCE`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.peers import Candidates, Tree
@@ -80,14 +82,24 @@ def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[in
     """Move one mirror from a rank with more to one with fewer; return False if no move is worth it."""
     ranked = sorted(ranks, key=lambda r: (-total.get(r, 0), r))
     allowed = max(1.0, LEVEL_TOLERANCE * sum(total.get(r, 0) for r in ranks) / len(ranks))
-    for high in ranked:
-        for low in reversed(ranked):
-            if total.get(high, 0) - total.get(low, 0) <= allowed:
-                break
-            for table in sorted(tables, key=lambda t: t.load.get(low, 0) - t.load.get(high, 0)):
+    least = total.get(ranked[-1], 0)
+    for high in takewhile(lambda r: total.get(r, 0) - least > allowed, ranked):
+        lows = [low for low in reversed(ranked) if total.get(high, 0) - total.get(low, 0) > allowed]
+        able = _able(tables, high, frozenset(lows))
+        for low in (low for low in lows if low in able):
+            for table in sorted(able[low], key=lambda t: t.load.get(low, 0) - t.load.get(high, 0)):
                 if table.shift(high, low):
                     return True
     return False
+
+
+def _able(tables: Sequence[_Table], high: int, lows: Collection[int]) -> dict[int, list[_Table]]:
+    """Return low → the tables in which some owner's mirrors stay as balanced with one moved from ``high`` to it."""
+    able: dict[int, list[_Table]] = {}
+    for table in tables:
+        for low in table.takers(high, lows):
+            able.setdefault(low, []).append(table)
+    return able
 
 
 class _Table:
@@ -104,10 +116,13 @@ class _Table:
         self.owners, self.held, self.total = owners, held, total
         self.home = candidates.home
         self.mirrors: dict[BlockKey, tuple[int, ...]] = {block.key: () for block in group.blocks}
-        self.pairs: dict[tuple[int, int], int] = {}
         self.load: dict[int, int] = {}
         self._cost, self._place = candidates.cost, candidates.place
         self.order = {owner: candidates.order(owner) for owner in sorted({owners[key] for key in self.mirrors})}
+        self._count_of = {owner: Counter[int]() for owner in self.order}
+        """Owner → rank → number of the owner's mirrors there."""
+        self._at: dict[int, dict[int, set[BlockKey]]] = {}
+        """Rank → owner → the owner's blocks with a mirror there."""
         self._peers = {owner: [r for r in order if order[r][0] == 0] for owner, order in self.order.items()}
         self._least = {o: min((self._cost(o, r, ()) for r in order), default=0) for o, order in self.order.items()}
         """Owner → lower bound of the cost of any mirror of its blocks."""
@@ -123,7 +138,7 @@ class _Table:
                 self._cost(owner, rank, taken),
                 0 if rank in held else 1,
                 outside,
-                self.pairs.get((owner, rank), 0),
+                self._count_of[owner][rank],
                 self.load.get(rank, 0),
                 self.total.get(rank, 0),
                 place,
@@ -140,49 +155,68 @@ class _Table:
         return True
 
     def _count(self, key: BlockKey, rank: int, sign: int) -> None:
-        pair = (self.owners[key], rank)
-        self.pairs[pair] = self.pairs.get(pair, 0) + sign
+        owner = self.owners[key]
+        self._count_of[owner][rank] += sign
         self.load[rank] = self.load.get(rank, 0) + sign
         self.total[rank] = self.total.get(rank, 0) + sign
+        there = self._at.setdefault(rank, {}).setdefault(owner, set())
         rest = tuple(r for r in self.mirrors[key] if r != rank)
-        self.mirrors[key] = (*rest, rank) if sign > 0 else rest
+        if sign > 0:
+            there.add(key)
+            self.mirrors[key] = (*rest, rank)
+        else:
+            there.remove(key)
+            self.mirrors[key] = rest
+
+    def _keys_at(self, rank: int, owner: int) -> Collection[BlockKey]:
+        return self._at.get(rank, {}).get(owner, ())
 
     def spread(self) -> bool:
         """Spread every owner's mirrors evenly over its peers (within one block); return whether any moved."""
         moved = False
-        blocks: dict[int, list[BlockKey]] = {}
-        for key in self.mirrors:
-            blocks.setdefault(self.owners[key], []).append(key)
-        for owner in sorted(blocks):
-            while self._spread_one(owner, blocks[owner]):
+        for owner in self.order:
+            while self._spread_one(owner):
                 moved = True
         return moved
 
-    def _spread_one(self, owner: int, keys: list[BlockKey]) -> bool:
+    def _spread_one(self, owner: int) -> bool:
         """Move one of ``owner``'s blocks to a peer with too few, from the rank with most; return False if balanced."""
-        counts = {r: n for (o, r), n in self.pairs.items() if o == owner and n > 0}
-        place = {r: self._place(owner, r) or (1, r) for r in {*self._peers[owner], *counts}}
-        for low in sorted(self._peers[owner], key=lambda r: (counts.get(r, 0), self.total.get(r, 0), place[r][1])):
+        counts = {r: n for r, n in self._count_of[owner].items() if n > 0}
+        most = max(counts.values(), default=0)
+        lacking = [r for r in self._peers[owner] if most - counts.get(r, 0) >= 2]
+        place = {r: self._place(owner, r) or (1, r) for r in {*lacking, *counts}} if lacking else {}
+        for low in sorted(lacking, key=lambda r: (counts.get(r, 0), self.total.get(r, 0), place[r][1])):
             few = counts.get(low, 0)
             donors = [r for r, n in counts.items() if n - few >= 2]
             for high in sorted(donors, key=lambda r: (-place[r][0], -counts[r], r)):
-                for key in keys:
+                for key in sorted(self._keys_at(high, owner)):
                     if self._movable(key, high, low):
                         self._count(key, high, -1)
                         self._count(key, low, 1)
                         return True
         return False
 
+    def takers(self, high: int, lows: Collection[int]) -> set[int]:
+        """Return the ``lows`` to which some owner's mirror on ``high`` could move, as far as its balance is asked."""
+        found = set[int]()
+        for owner, keys in self._at.get(high, {}).items():
+            # From a peer a mirror goes to another peer alone: they are few.
+            peers = self._peers[owner]
+            able = (low for low in peers if low in lows) if high in peers else (low for low in lows if low != owner)
+            if keys:
+                found.update(low for low in able if self._surplus(owner, high, low) < 0)
+        return found
+
     def shift(self, high: int, low: int) -> bool:
         """Move one mirror from ``high`` to ``low``; return False if that would unbalance every owner's mirrors."""
-        surplus = {owner: self._surplus(owner, high, low) for owner in self.order if owner not in (high, low)}
-        owners = {owner for owner, more in surplus.items() if more < 0}
-        if not owners:
+        able = []
+        for owner, keys in self._at.get(high, {}).items():
+            surplus = self._surplus(owner, high, low) if keys and owner != low else 0
+            if surplus < 0:
+                able += [(low not in self.held[key], surplus, key) for key in keys if self._movable(key, high, low)]
+        if not able:
             return False
-        keys = (key for key in self.mirrors if self.owners[key] in owners and self._movable(key, high, low))
-        best = min(keys, key=lambda key: (low not in self.held[key], surplus[self.owners[key]]), default=None)
-        if best is None:
-            return False
+        _, _, best = min(able)
         self._count(best, high, -1)
         self._count(best, low, 1)
         return True
@@ -192,10 +226,10 @@ class _Table:
         there, place = self._place(owner, high), self._place(owner, low)
         if place is None or there is None or place[0] > there[0]:
             return 0
-        here = self.pairs.get((owner, low), 0)
+        counts = self._count_of[owner]
         if place[0] < there[0]:  # back to a peer, as long as none has less
-            return here - min(self.pairs.get((owner, peer), 0) for peer in self._peers[owner]) - 1
-        return here - self.pairs.get((owner, high), 0)
+            return counts[low] - min(counts[peer] for peer in self._peers[owner]) - 1
+        return counts[low] - counts[high]
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:
         """Return whether the mirror of ``key`` may move from ``high`` to ``low`` at no higher cost."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -183,6 +185,32 @@ def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement()
         spread = max(mirrored.values()) - min(mirrored[r] for r in living)
         assert spread <= max(2, 0.02 * max(mirrored.values())), f"seed {seed} step {step}: {mirrored}"
     assert bound <= adds <= 1.15 * bound, f"moved {adds} blocks, at least {bound} are needed"
+
+
+def calls_in(work: Callable[[], object]) -> int:
+    """The number of function calls in ``work``: unlike its time, the same on every machine."""
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls["call"] + calls["c_call"]
+
+
+def test_the_work_after_a_loss_grows_with_the_number_of_blocks_and_no_faster():
+    def after_a_loss(ranks: int) -> int:
+        everybody = list(range(ranks))
+        living = everybody[:5] + everybody[6:]
+        full, left = (Rules(1, 4, {rank: rank // 8 for rank in some}) for some in (everybody, living))
+        groups = unit_groups(8, 4 * ranks, living)
+        placement = initial(unit_groups(8, 4 * ranks, everybody), full)
+        promoted = promote_only(placement, living, groups).placement
+        return calls_in(lambda: rebalance(promoted, groups, left))
+
+    few, many = after_a_loss(16), after_a_loss(64)
+    print(f"{few} calls for 512 blocks of 16 ranks, {many} for 2048 blocks of 64")
+    assert many < 6 * few
 
 
 def ragged_job(rng: random.Random, living: list[int], units: int) -> list[UnitGroup]:
