@@ -70,6 +70,13 @@ JOB_SECONDS = 1800.0
 LOST_STEPS = re.compile(r'"lost_steps":([1-9]\d*)')
 KINDS = {"outside": 4, "script": 3, "nodes": 3, "hosts": 1, "links": 1}
 """Kind of job → its share."""
+SETTINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
+    ((), ("--elastic-migrate-after", "0")),
+    ((), ("--elastic-comm", "gloo"), ("--elastic-transport", "tcp")),
+    ((), ("--num-workers", "1")),
+    ((), ("--elastic-overlap", "both", "--elastic-bucket-elements", "1")),
+)
+"""Of each line a job has the first, the default, in half of all cases, else one of the others."""
 CUT = Quality(lost=1.0)
 NETWORKS = {
     "late": Quality(delay=0.02, jitter=0.01),
@@ -125,8 +132,9 @@ def drawn(seed: str, number: int) -> Job:
         late = f"delay:rank={dice.randrange(ranks)},count=0,seconds={dice.uniform(0.01, 0.1):.3f}"
         slow = f"slow:rank={dice.randrange(ranks)},step=3-4000,factor={dice.choice((2, 4))}"
         flags += ["--elastic-allow-inject", "--elastic-inject", dice.choice((late, slow))]
-    if kind in ("outside", "nodes") and dice.random() < 0.3:
-        flags += ["--elastic-migrate-after", "0"]
+    if kind in ("outside", "nodes"):
+        for usual, *others in SETTINGS:
+            flags += usual if dice.random() < 0.5 else dice.choice(others)
     return Job(
         kind=kind,
         layout=layout,
