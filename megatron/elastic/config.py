@@ -149,8 +149,9 @@ class ElasticConfig:
     each stage in one cut, like Megatron's distributed optimizer. It moves more state when layers move; use it for
     comparison."""
 
-    block_bytes: int = 1 << 18
-    """Largest size of one block of optimizer state, in bytes of fp32. Blocks are owned, copied and moved whole."""
+    block_bytes: int | None = None
+    """Largest size of one block of optimizer state, in bytes of fp32. Blocks are owned, copied and moved whole.
+    Default: a 64th of a layer's part of a tensor-parallel rank, from 256 KiB to 16 MiB."""
 
     snapshot: Literal["gradient", "state"] = "gradient"
     """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.
@@ -316,7 +317,7 @@ class ElasticConfig:
             yield "--elastic-mirrors must be 0 or more"
         if self.scatter_width < 1:
             yield "--elastic-scatter-width must be 1 or more"
-        if self.block_bytes < 1024 or self.block_bytes % 64:
+        if self.block_bytes is not None and (self.block_bytes < 1024 or self.block_bytes % 64):
             yield "--elastic-block-bytes must be a multiple of 64 and at least 1024"
         if self.bucket_elements < 1:
             yield "--elastic-bucket-elements (--ddp-bucket-size) must be 1 or more"

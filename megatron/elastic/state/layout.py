@@ -12,7 +12,7 @@ ownership, copies, transfers and hashes (docs/design.md §6).
 Invariants
 - The layout is a pure function of (unit, shard, parameter list, block size),
   so every holder of (unit, shard) has the same one, also when a unit is held by
-  several cells (tied embeddings).
+  several cells (tied embeddings). It does not depend on the number of ranks, so exact mode may sum squares by block.
 - Parameters start at multiples of :data:`ALIGN` elements. Matrices that Muon or Lion steps come first. In shard 0 of
   tensor-parallel size 1, of the others, those that a larger size would cut precede replicated ones.
 - Each element of the model lies in one block, so every block counts in the global
@@ -30,10 +30,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["ALIGN", "BlockKey", "Matrix", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout", "UnitShard"]
+__all__ = [
+    "ALIGN",
+    "BLOCKS_OF_A_SPACE",
+    "BlockKey",
+    "Matrix",
+    "ParamSlot",
+    "ParamSpec",
+    "Run",
+    "StateBlock",
+    "UnitLayout",
+    "UnitShard",
+]
 
 ALIGN = 16
 """Alignment in elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
+
+BLOCKS_OF_A_SPACE = 64
+"""About how many blocks a large space is cut into, where no size is given. So a job has about as many blocks whatever
+its number of ranks, and what all ranks compute at a loss, which grows with them, takes a fraction of a second."""
+_SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 20
+"""Limits of a block's size, where none is given. The smallest is large beside what a block costs in each step; a few of
+the largest can be hashed, and one is copied, in a fraction of a step."""
 
 BlockKey = tuple[int, int, int]
 """(unit, shard, index): the name of a block, also in messages and reports."""
@@ -134,6 +152,11 @@ class Run:
     """The matrix that the run is, if Muon or Lion steps it."""
 
 
+def _block_bytes(space_bytes: int) -> int:
+    """Return the largest size of a block in a space of so many bytes of fp32, where none is given."""
+    return min(max(-(-space_bytes // BLOCKS_OF_A_SPACE), _SMALLEST_BYTES), _LARGEST_BYTES)
+
+
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGN) * ALIGN
 
@@ -165,19 +188,21 @@ class UnitLayout:
     numel: int
 
     @classmethod
-    def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
+    def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int | None = None) -> UnitLayout:
         """Lay out the parameters of one space (module docstring), and cut them at ``block_bytes`` of fp32.
 
-        Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
+        ``None``: at a size that follows from the space's (:data:`BLOCKS_OF_A_SPACE`). Raises ``ValueError`` for
+        duplicate names or a block size below one aligned quantum.
         """
-        limit = block_bytes // 4 // ALIGN * ALIGN
-        if limit < ALIGN:
+        if block_bytes is not None and block_bytes < 4 * ALIGN:
             raise ValueError(f"--elastic-block-bytes {block_bytes} is below {4 * ALIGN}, the smallest block")
         if len({p.name for p in params}) != len(params):
             raise ValueError(f"unit {unit}: duplicate parameter names")
         in_order = sorted(params, key=lambda p: (p.matrix is None, not p.sharded))
         matrices, begin = _place([p for p in in_order if p.matrix is not None], 0)
         others, end = _place([p for p in in_order if p.matrix is None], begin)
+        size = _block_bytes(4 * (end - begin)) if block_bytes is None else block_bytes
+        limit = size // 4 // ALIGN * ALIGN
         ranges = [(slot.start, _aligned(slot.stop)) for slot in matrices] + _cut(begin, end, limit)
         blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges))
         return cls(unit, shard, (*matrices, *others), blocks, end)

@@ -27,7 +27,7 @@ FROZEN = {
     "--elastic-domain": None,
     "--elastic-scatter-width": 4,
     "--elastic-ownership": "interleaved",
-    "--elastic-block-bytes": 1 << 18,
+    "--elastic-block-bytes": None,
     "--elastic-snapshot": "gradient",
     "--elastic-overlap": "none",
     "--elastic-bucket-elements": 1 << 20,

@@ -53,6 +53,14 @@ def test_sizes_of_blocks_differ_by_at_most_one_quantum(raw):
     assert max(sizes) - min(sizes) <= ALIGN
 
 
+@pytest.mark.parametrize(
+    ("elements", "blocks"), [(1_000, 1), (10 << 16, 10), (16 << 20, 64), (256 << 20, 64), (1 << 30, 256)]
+)
+def test_without_a_size_small_spaces_are_cut_at_256_kib_and_large_ones_into_64_blocks_or_at_16_mib(elements, blocks):
+    layout = UnitLayout.build(0, 0, [ParamSpec("weight", elements, (elements,), True)])
+    assert len(layout.blocks) == blocks
+
+
 def test_bad_input_is_refused_by_name():
     with pytest.raises(ValueError, match="p0"):
         ParamSpec("p0", 7, (2, 3), True)

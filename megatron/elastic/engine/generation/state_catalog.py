@@ -58,8 +58,10 @@ def exchange_catalog(interface: ModelInterface, launch_topology: LaunchTopology,
     return catalog
 
 
-def build_layouts(catalog: Mapping[UnitShard, tuple[ParamSpec, ...]], block_bytes: int) -> dict[UnitShard, UnitLayout]:
-    """Return the layout of every (unit, shard)."""
+def build_layouts(
+    catalog: Mapping[UnitShard, tuple[ParamSpec, ...]], block_bytes: int | None
+) -> dict[UnitShard, UnitLayout]:
+    """Return the layout of every (unit, shard), cut at ``block_bytes`` (None: :meth:`UnitLayout.build` decides)."""
     return {
         (unit, shard): UnitLayout.build(unit, shard, specs, block_bytes)
         for (unit, shard), specs in sorted(catalog.items())
