@@ -20,23 +20,23 @@ A failed certificate raises :class:`CertificateError`: the transition must stop.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 import torch
 
-from megatron.elastic.state.hashing import content_hash, text_hash
-from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.hashing import content_hash, data_hash
+from megatron.elastic.state.layout import BlockKey, UnitShard
 from megatron.elastic.state.placement import Placement, UnitGroup
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Certificate", "CertificateError", "Claim", "ParamClaim", "Statement", "certify", "state_claims"]
+__all__ = ["Certificate", "CertificateError", "Claim", "ParameterClaim", "Statement", "certify", "state_claims"]
 
 
 class CertificateError(RuntimeError):
@@ -56,14 +56,16 @@ class Claim(NamedTuple):
     lineage: str
     content: str = ""
     master: str = ""
-    """Hash of the master cast to the parameters' type; compared with :class:`ParamClaim`."""
+    """Hash of the master cast to the parameters' type; compared with :attr:`ParameterClaim.contents`."""
 
 
-class ParamClaim(NamedTuple):
-    """A rank's claim about its parameters of one block: version, and hash or ''."""
+class ParameterClaim(NamedTuple):
+    """A rank's claim about the parameters that it computes with. They are all of one version."""
 
     version: int
-    content: str = ""
+    spaces: tuple[UnitShard, ...]
+    contents: Mapping[BlockKey, str]
+    """Hashes of the parameters of some blocks."""
 
 
 @dataclass(frozen=True)
@@ -74,46 +76,19 @@ class Statement:
     generation: int
     placement: str
     plan: str
-    record: StepRecord
+    record_text: str
+    """:attr:`record` as text, in which 2 and 2.0 differ; in a typed message they do not."""
     blocks: Mapping[BlockKey, Claim]
-    params: Mapping[BlockKey, ParamClaim] = field(default_factory=dict)
+    parameters: ParameterClaim
     rows: tuple[int, ...] = ()
     """Rows of the next global batch whose first unit this rank's cell computes (only from the cell's first rank)."""
     random_key: tuple[int, int] = (0, 0)
     """(seed, step) from which the next step's dropout masks are drawn."""
 
     @cached_property
-    def text(self) -> str:
-        """JSON for the exchange; a statement made from a text keeps that text."""
-        claims = [key + claim for key, claim in sorted(self.blocks.items())]
-        params = [key + claim for key, claim in sorted(self.params.items())]
-        head = [self.rank, self.generation, self.placement, self.plan, self.record.to_json()]
-        return json.dumps([head, claims, params, self.rows, self.random_key], separators=(",", ":"))
-
-    @classmethod
-    def from_texts(cls, texts: Mapping[int, str]) -> dict[int, Statement]:
-        """Parse the :attr:`text` of each rank. Records of one text, all of them as a rule, are one object."""
-        records = dict[str, StepRecord]()
-        return {rank: cls._from_text(text, records) for rank, text in texts.items()}
-
-    @classmethod
-    def _from_text(cls, text: str, records: dict[str, StepRecord]) -> Statement:
-        (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
-        if record not in records:
-            records[record] = StepRecord.from_json(record)
-        made = cls(
-            rank,
-            generation,
-            placement,
-            plan,
-            records[record],
-            {(u, s, i): Claim(*rest) for u, s, i, *rest in claims},
-            {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
-            tuple(rows),
-            (key[0], key[1]),
-        )
-        vars(made)["text"] = text  # the value of the cached property
-        return made
+    def record(self) -> StepRecord:
+        """The newest record."""
+        return StepRecord.from_json(self.record_text)
 
 
 @dataclass(frozen=True)
@@ -187,7 +162,7 @@ def certify(
         blocks=sum(len(group.blocks) for group in groups),
         copies=len(claims),
         contents_compared=sum(bool(claim.content) for claim in claims),
-        digest=text_hash("".join(statements[rank].text for rank in sorted(statements))),
+        digest=data_hash(msgspec.msgpack.encode([statements[rank] for rank in sorted(statements)])),
     )
 
 
@@ -212,7 +187,7 @@ def _all_findings(
     if isinstance(mirrors, int):
         mirrors = dict.fromkeys(holders, min(mirrors, len(members) - 1))
     yield from _copies(statements, holders, mirrors, version, parked_owners)
-    yield from _parameters(statements, holders, version)
+    yield from _parameters(statements, groups, version)
     yield from _samples(statements, rows, left_out)
     for rank, statement in sorted(statements.items()):
         if statement.random_key[1] != version:
@@ -223,7 +198,7 @@ def _common(statements: Mapping[int, Statement]) -> Iterator[str]:
     """Yield findings about values that must be equal on all ranks, compared with the most frequent value."""
     for name in ("generation", "placement", "plan"):
         yield from _odd_ones(name, {rank: getattr(s, name) for rank, s in statements.items()})
-    if len({id(s.record) for s in statements.values()}) > 1:
+    if len({s.record_text for s in statements.values()}) > 1:
         for item in fields(StepRecord):
             values = {rank: getattr(s.record, item.name) for rank, s in statements.items()}
             yield from _odd_ones(f"record field {item.name}", values)
@@ -249,19 +224,20 @@ def _copies(
     for rank, statement in statements.items():
         for key, claim in statement.blocks.items():
             held[key][rank] = claim
-    for key in sorted(set(held) - set(holders)):
+    for key in sorted(held.keys() - holders.keys()):
         yield f"block {key} is held by ranks {sorted(held[key])} but no unit has it"
     for key, ranks in sorted(holders.items()):
-        owners = sorted(rank for rank, claim in held[key].items() if claim.role == "owner")
+        claims = held[key]
+        owners = [rank for rank, claim in claims.items() if claim.role == "owner"]
         if len(owners) != 1:
-            yield f"block {key} has {'no owner' if not owners else f'owners {owners}'}"
+            yield f"block {key} has {'no owner' if not owners else f'owners {sorted(owners)}'}"
             continue
         if owners[0] not in ranks and not parked_owners:
             yield f"block {key} is owned by rank {owners[0]}, which does not compute its unit (ranks {list(ranks)})"
         due = mirrors.get(key, 0)
-        if len(held[key]) != 1 + due:
-            yield f"block {key} has {len(held[key]) - 1} mirrors on ranks {sorted(held[key])}, {due} are due"
-        yield from _equal_copies(key, owners[0], held[key], version)
+        if len(claims) != 1 + due:
+            yield f"block {key} has {len(claims) - 1} mirrors on ranks {sorted(claims)}, {due} are due"
+        yield from _equal_copies(key, owners[0], claims, version)
 
 
 def _not_saved(statements: Mapping[int, Statement], saved: Mapping[BlockKey, str]) -> Iterator[str]:
@@ -284,23 +260,29 @@ def _equal_copies(key: BlockKey, owner: int, held: Mapping[int, Claim], version:
             yield f"{where} differs in contents from the owner's (rank {owner})"
 
 
-def _parameters(
-    statements: Mapping[int, Statement], holders: Mapping[BlockKey, tuple[int, ...]], version: int
-) -> Iterator[str]:
+def _parameters(statements: Mapping[int, Statement], groups: Sequence[UnitGroup], version: int) -> Iterator[str]:
     masters = {
         key: claim.master
         for statement in statements.values()
         for key, claim in statement.blocks.items()
-        if claim.role == "owner"
+        if claim.master and claim.role == "owner"
     }
-    for key, ranks in sorted(holders.items()):
-        for rank in ranks:
-            claim = statements[rank].params.get(key) if rank in statements else None
-            if claim is None:
-                yield f"rank {rank} has no parameters of block {key}, whose unit it computes"
-            elif claim.version != version:
-                yield f"rank {rank} computes block {key} with parameters of version {claim.version}, not {version}"
-            elif claim.content and masters.get(key) and claim.content != masters[key]:
+    computes: dict[int, list[UnitGroup]] = defaultdict(list)
+    for group in groups:
+        for rank in group.holders:
+            computes[rank].append(group)
+    for rank, mine in sorted(computes.items()):
+        if rank not in statements:
+            continue  # named before
+        claim = statements[rank].parameters
+        has = frozenset(claim.spaces)
+        if claim.version != version:
+            yield f"rank {rank} computes with parameters of version {claim.version}, not {version}"
+        for group in mine:
+            if (group.unit, group.shard) not in has:
+                yield f"rank {rank} has no parameters of unit {group.unit}, shard {group.shard}, which it computes"
+        for key, content in sorted(claim.contents.items()):
+            if claim.version == version and masters.get(key, content) != content:
                 yield f"rank {rank}: parameters of block {key} are not their masters"
 
 

@@ -43,7 +43,12 @@ def content_hash(key: BlockKey, values: torch.Tensor) -> str:
 
 def text_hash(text: str) -> str:
     """Return the hash of a text."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return data_hash(text.encode())
+
+
+def data_hash(data: bytes) -> str:
+    """Return the hash of bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def history_mark(lineage: str, gradient: str) -> bytes:

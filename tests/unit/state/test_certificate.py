@@ -8,10 +8,11 @@ from itertools import combinations
 import pytest
 import torch
 
+from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.state.certificate import (
     CertificateError,
     Claim,
-    ParamClaim,
+    ParameterClaim,
     Statement,
     certify,
     state_claims,
@@ -47,7 +48,7 @@ class Job:
         self.records = dict.fromkeys(RANKS, self.record)
         self.placements = dict.fromkeys(RANKS, self.placement)
         self.rows = {rank: tuple(range(4 * rank, 4 * rank + 4)) for rank in RANKS}
-        self.versions = {rank: dict.fromkeys((b.key for b in LAYOUT.blocks), 2) for rank in RANKS}
+        self.versions = dict.fromkeys(RANKS, 2)
         self.random = dict.fromkeys(RANKS, (SEED, 2))
 
     def step(self, step: int, skip_rank: int = -1) -> None:
@@ -71,22 +72,20 @@ class Job:
         out = {}
         for rank, pool in self.pools.items():
             claims = state_claims(pool, self.placements[rank], set(pool), torch.bfloat16)
-            params = {
-                b.key: ParamClaim(self.versions[rank][b.key], content_hash(b.key, self.params[rank][b.start : b.stop]))
-                for b in LAYOUT.blocks
-            }
-            out[rank] = Statement(
+            hashes = {b.key: content_hash(b.key, self.params[rank][b.start : b.stop]) for b in LAYOUT.blocks}
+            statement = Statement(
                 rank,
                 3,
                 self.placements[rank].digest(),
                 "plan",
-                self.records[rank],
+                self.records[rank].to_json(),
                 claims,
-                params,
+                ParameterClaim(self.versions[rank], ((0, 0),), hashes),
                 self.rows[rank],
                 self.random[rank],
             )
-        return Statement.from_texts({rank: statement.text for rank, statement in out.items()})
+            out[rank] = decode(Statement, encode(statement), rank)
+        return out
 
     def certify(self):
         return certify(self.statements(), [GROUP], 1, ROWS, RANKS)
@@ -218,8 +217,16 @@ def test_an_all_gather_skipped_after_loading(job):
     job.params[2] = torch.randn(LAYOUT.numel).bfloat16()
     assert len(job.findings()) == len(LAYOUT.blocks)
     job.params[2] = job.gathered()
-    job.versions[2] = dict.fromkeys(job.versions[2], 1)
-    assert all("parameters of version 1, not 2" in finding for finding in job.findings())
+    job.versions[2] = 1
+    assert job.findings() == ("rank 2 computes with parameters of version 1, not 2",)
+
+
+def test_a_unit_without_parameters_on_a_rank_that_computes_it(job):
+    statements = job.statements()
+    statements[1] = replace(statements[1], parameters=ParameterClaim(2, (), {}))
+    with pytest.raises(CertificateError) as found:
+        certify(statements, [GROUP], 1, ROWS, RANKS)
+    assert found.value.findings == ("rank 1 has no parameters of unit 0, shard 0, which it computes",)
 
 
 def test_random_numbers_used_again(job):
@@ -250,7 +257,7 @@ def test_a_silent_member_and_a_zombie(job):
     statements = job.statements()
     with pytest.raises(CertificateError, match="no statement of rank 7"):
         certify(statements, [GROUP], 1, ROWS, (*RANKS, 7))
-    statements[9] = replace(statements[0], rank=9, blocks={}, params={}, rows=())
+    statements[9] = replace(statements[0], rank=9, blocks={}, rows=())
     with pytest.raises(CertificateError, match="rank 9, which is not a member"):
         certify(statements, [GROUP], 1, ROWS, RANKS)
 

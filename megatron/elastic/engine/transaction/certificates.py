@@ -22,7 +22,7 @@ from megatron.elastic.platform.threads import Threads
 from megatron.elastic.state.certificate import (
     Certificate,
     CertificateError,
-    ParamClaim,
+    ParameterClaim,
     Statement,
     certify,
     state_claims,
@@ -97,9 +97,6 @@ def statement(
 ) -> Statement:
     """Return this rank's statement. ``parameters``: their version; ``contents``: the blocks to hash in full."""
     arena, pool = tools.arena, tools.pool
-    hashes = parameter_hashes(arena, contents)
-    held = (block.key for place in arena.slices.values() for block in place.layout.blocks)
-    params = {key: ParamClaim(parameters, hashes.get(key, "")) for key in held}
     cell = view.cell.id if view.cell is not None and view.leads else None
     rows = [row for piece in view.plan.pieces if piece.first == 0 and piece.cell == cell for row in piece.rows]
     return Statement(
@@ -107,9 +104,9 @@ def statement(
         generation=view.generation,
         placement=view.configuration.digest,
         plan=view.plan_hash,
-        record=record,
+        record_text=record.to_json(),
         blocks=state_claims(pool, view.placement, contents, arena.dtype),
-        params=params,
+        parameters=ParameterClaim(parameters, tuple(arena.slices), parameter_hashes(arena, contents)),
         rows=tuple(sorted(rows)),
         random_key=(tools.settings.seed, record.version),
     )
@@ -128,7 +125,7 @@ def begin_examination(
     ``saved``: hashes of the contents of a loaded checkpoint, equal on every rank.
     """
     began = tools.threads.monotonic()
-    exchange = begin_exchange(tools.fabric, str, mine.text)
+    exchange = begin_exchange(tools.fabric, Statement, mine)
     spent = tools.threads.monotonic() - began
     return Examination(tools.threads, view, groups, mine.record.version, transition, saved, exchange, spent)
 
@@ -150,7 +147,7 @@ class Examination:
     def complete(self) -> CertificateOutcome:
         """Wait for all statements and certify them. Findings are in the result, not raised. Raises ``CommError``."""
         began, view, passed, findings = self.threads.monotonic(), self.view, None, tuple[str, ...]()
-        statements = Statement.from_texts(self.exchange.complete())
+        statements = self.exchange.complete()
         due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
         rows = view.plan.grid.global_batch_size
         try:
