@@ -231,6 +231,14 @@ SECTIONS = (
     ),
     Section("planner", "How long does planning take?", "CPU time of the best of five repetitions.", tables.planner),
     Section(
+        "agreement",
+        "What does a rank of a large job compute at a loss?",
+        "State of real models is laid out, one rank is lost, and a survivor computes what follows. CPU time of the "
+        "best of three repetitions, without the plan (above), and without messages and waits: so many ranks were not "
+        "run. The balanced placement comes at a later boundary, after the recovery.",
+        tables.agreement,
+    ),
+    Section(
         "simulator_error",
         "How close is the simulator to tables with timed waits?",
         "Ten plans.",

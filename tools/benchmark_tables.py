@@ -357,6 +357,25 @@ def planner(figures: Figures) -> str:
     )
 
 
+def agreement(figures: Figures) -> str:
+    """CPU time of a survivor's work at a loss, by job."""
+    parts = ("reports_s", "promotion_s", "certificate_s")
+    rows = [
+        (
+            f"{row['model']}, {row['layout'].replace(' x ', ' × ')}",
+            f"{row['ranks']:,}",
+            f"{row['blocks']:,}",
+            *(number(row[part] * 1e3) for part in parts),
+            number(sum(row[part] for part in parts) * 1e3),
+            number(row["balance_s"] * 1e3),
+            number(row["vote_s"] * 1e3),
+        )
+        for row in figures["rows"]
+    ]
+    head = ("job", "ranks", "blocks", "reports (ms)", "promotion (ms)", "certificate (ms)", "in all (ms)")
+    return table((*head, "balanced placement (ms)", "vote (ms)"), rows)
+
+
 def protection(figures: Figures) -> str:
     """Seconds and steps with fewer mirrors than asked for."""
     named = (("seconds until the vote that names the last missing copy", "s"), ("steps committed until then", "steps"))

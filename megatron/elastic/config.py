@@ -151,7 +151,7 @@ class ElasticConfig:
 
     block_bytes: int | None = None
     """Largest size of one block of optimizer state, in bytes of fp32. Blocks are owned, copied and moved whole.
-    Default: a 64th of a layer's part of a tensor-parallel rank, from 256 KiB to 16 MiB."""
+    Default: a 64th of a tensor-parallel rank's part of a layer, a quarter of an expert; from 256 KiB to 64 MiB."""
 
     snapshot: Literal["gradient", "state"] = "gradient"
     """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.

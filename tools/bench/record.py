@@ -79,6 +79,7 @@ STANDARD = {
     "consistency": Benchmark("consistency"),
     "exact": Benchmark("exact", ("--hidden", "128,256")),
     "planner": Benchmark("planner"),
+    "agreement": Benchmark("agreement"),
     "simulator_real": Benchmark("simulator_real"),
     "simulator_error": Benchmark("simulator_error", ("--unit-ms", "60")),
     "simulate_table": Benchmark("simulate_table"),

@@ -32,7 +32,6 @@ from itertools import pairwise
 
 __all__ = [
     "ALIGN",
-    "BLOCKS_OF_A_SPACE",
     "BlockKey",
     "Matrix",
     "ParamSlot",
@@ -46,12 +45,13 @@ __all__ = [
 ALIGN = 16
 """Alignment in elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
 
-BLOCKS_OF_A_SPACE = 64
+BLOCKS_OF_A_SPACE, BLOCKS_OF_AN_EXPERT = 64, 4
 """About how many blocks a large space is cut into, where no size is given. So a job has about as many blocks whatever
-its number of ranks, and what all ranks compute at a loss, which grows with them, takes a fraction of a second."""
-_SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 20
-"""Limits of a block's size, where none is given. The smallest is large beside what a block costs in each step; a few of
-the largest can be hashed, and one is copied, in a fraction of a step."""
+its number of ranks, and what all ranks compute at a loss, which grows with them, takes a fraction of a second. A layer
+has many experts, and each of them few holders."""
+_SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 64 << 20
+"""Limits of a block's size, where none is given. The smallest is large beside what a block costs in each step; the
+largest can be hashed, or copied, in a fraction of a step of such a model."""
 
 BlockKey = tuple[int, int, int]
 """(unit, shard, index): the name of a block, also in messages and reports."""
@@ -152,9 +152,9 @@ class Run:
     """The matrix that the run is, if Muon or Lion steps it."""
 
 
-def _block_bytes(space_bytes: int) -> int:
-    """Return the largest size of a block in a space of so many bytes of fp32, where none is given."""
-    return min(max(-(-space_bytes // BLOCKS_OF_A_SPACE), _SMALLEST_BYTES), _LARGEST_BYTES)
+def _block_bytes(space_bytes: int, blocks: int) -> int:
+    """Return the largest size of a block in a space of so many bytes of fp32 that is to have about so many blocks."""
+    return min(max(-(-space_bytes // blocks), _SMALLEST_BYTES), _LARGEST_BYTES)
 
 
 def _aligned(elements: int) -> int:
@@ -191,7 +191,7 @@ class UnitLayout:
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int | None = None) -> UnitLayout:
         """Lay out the parameters of one space (module docstring), and cut them at ``block_bytes`` of fp32.
 
-        ``None``: at a size that follows from the space's (:data:`BLOCKS_OF_A_SPACE`). Raises ``ValueError`` for
+        ``None``: at a size that follows from that of the space (:data:`BLOCKS_OF_A_SPACE`). Raises ``ValueError`` for
         duplicate names or a block size below one aligned quantum.
         """
         if block_bytes is not None and block_bytes < 4 * ALIGN:
@@ -201,7 +201,8 @@ class UnitLayout:
         in_order = sorted(params, key=lambda p: (p.matrix is None, not p.sharded))
         matrices, begin = _place([p for p in in_order if p.matrix is not None], 0)
         others, end = _place([p for p in in_order if p.matrix is None], begin)
-        size = _block_bytes(4 * (end - begin)) if block_bytes is None else block_bytes
+        most = BLOCKS_OF_AN_EXPERT if any(p.expert is not None for p in params) else BLOCKS_OF_A_SPACE
+        size = _block_bytes(4 * (end - begin), most) if block_bytes is None else block_bytes
         limit = size // 4 // ALIGN * ALIGN
         ranges = [(slot.start, _aligned(slot.stop)) for slot in matrices] + _cut(begin, end, limit)
         blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges))

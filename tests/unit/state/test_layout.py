@@ -54,10 +54,22 @@ def test_sizes_of_blocks_differ_by_at_most_one_quantum(raw):
 
 
 @pytest.mark.parametrize(
-    ("elements", "blocks"), [(1_000, 1), (10 << 16, 10), (16 << 20, 64), (256 << 20, 64), (1 << 30, 256)]
+    ("elements", "expert", "blocks"),
+    [
+        (1_000, None, 1),
+        (10 << 16, None, 10),
+        (16 << 20, None, 64),
+        (256 << 20, None, 64),
+        (2 << 30, None, 128),
+        (10 << 16, 3, 4),
+        (44 << 20, 3, 4),
+        (176 << 20, 3, 11),
+    ],
 )
-def test_without_a_size_small_spaces_are_cut_at_256_kib_and_large_ones_into_64_blocks_or_at_16_mib(elements, blocks):
-    layout = UnitLayout.build(0, 0, [ParamSpec("weight", elements, (elements,), True)])
+def test_without_a_size_large_spaces_are_cut_into_64_blocks_and_experts_into_4_from_256_kib_to_64_mib(
+    elements, expert, blocks
+):
+    layout = UnitLayout.build(0, 0, [ParamSpec("weight", elements, (elements,), True, expert=expert)])
     assert len(layout.blocks) == blocks
 
 
