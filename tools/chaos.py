@@ -132,9 +132,11 @@ def drawn(seed: str, number: int) -> Job:
         late = f"delay:rank={dice.randrange(ranks)},count=0,seconds={dice.uniform(0.01, 0.1):.3f}"
         slow = f"slow:rank={dice.randrange(ranks)},step=3-4000,factor={dice.choice((2, 4))}"
         flags += ["--elastic-allow-inject", "--elastic-inject", dice.choice((late, slow))]
+    etcd = kind == "nodes" and dice.random() < 0.5
     if kind in ("outside", "nodes"):
         for usual, *others in SETTINGS:
-            flags += usual if dice.random() < 0.5 else dice.choice(others)
+            able = [words for words in others if not (etcd and "gloo" in words)]  # gloo takes its store from an agent
+            flags += usual if dice.random() < 0.5 else dice.choice(able)
     return Job(
         kind=kind,
         layout=layout,
@@ -145,7 +147,7 @@ def drawn(seed: str, number: int) -> Job:
         full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
         unsteady=kind == "outside" and dice.random() < 0.3,
         drains=dice.random() < 0.3,
-        etcd=kind == "nodes" and dice.random() < 0.5,
+        etcd=etcd,
     )
 
 
@@ -273,7 +275,7 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
         stack.callback(cluster.close)
         try:
             ranks = cluster.workers * nodes
-            _whole(ranks, folder, 0.0)
+            _whole(ranks, folder, 0.0, cluster)
             for _ in range(job.faults):
                 node = dice.randrange(0 if job.etcd else 1, nodes)
                 acts = ("node", "agent", "stopped", "cut" if node == last else "node", *(["member"] * len(members[:2])))
@@ -293,7 +295,7 @@ def _nodes(job: Job, folder: Path, played: Played) -> None:
                     member.start()
                 else:
                     _strike(cluster, node, how, dice.uniform(0.2, 6.0))
-                _whole(ranks, folder, time.time())  # who was lost may have taken a step since the fault began
+                _whole(ranks, folder, time.time(), cluster)  # who was lost may have taken a step since the fault began
             os.kill(cluster.agents[0].pid, signal.SIGTERM)
             codes = [cluster.exit_code(node) for node in range(nodes)]
             assert codes == [DRAINED] * nodes, f"exit statuses {codes}"
@@ -324,14 +326,19 @@ def _strike(cluster: Cluster, node: int, how: str, seconds: float) -> None:
         cluster.start_agent(node)
 
 
-def _whole(ranks: int, folder: Path, since: float) -> None:
-    """Wait until the newest line of a step of every rank is later than ``since``, and all are of one generation."""
+def _whole(ranks: int, folder: Path, since: float, cluster: Cluster | None = None) -> None:
+    """Wait until the newest line of a step of every rank is later than ``since``, and all are of one generation.
+
+    Raises ``AssertionError`` if time is up, or all agents of ``cluster`` have ended.
+    """
     end = time.monotonic() + NODE_SECONDS
     while True:
         newest = [_newest(file, since) for file in sorted((folder / "events").glob("rank*.jsonl"))]
         if len(newest) == ranks and None not in newest and len(set(newest)) == 1:
             return
         assert time.monotonic() < end, f"not whole again: generations of the newest steps {newest}"
+        ended = cluster is not None and all(agent.poll() is not None for agent in cluster.agents.values())
+        assert not ended, "all agents have ended"
         time.sleep(0.2)
 
 
