@@ -126,7 +126,7 @@ def drawn(seed: str, number: int) -> Job:
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
     layout = dice.choice(list(LAYOUTS))
     sizes = LAYOUTS[layout]
-    ranks, can_be_exact = sizes.ranks, sizes.chunks == 1 and sizes.experts == 1
+    ranks, can_be_exact = sizes.ranks, sizes.chunks == sizes.experts == sizes.context == 1
     flags: list[str] = []
     if kind == "outside" and dice.random() < 0.5:
         late = f"delay:rank={dice.randrange(ranks)},count=0,seconds={dice.uniform(0.01, 0.1):.3f}"

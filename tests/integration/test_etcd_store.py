@@ -76,6 +76,9 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_up(server: EtcdServer) ->
     writer.start()
     assert store.clone().wait("late", 30) == b"here"
     assert store.wait("late", 0.0) == b"here"
+    store.put("later", b"too")
+    assert store.wait_many(["late", "later", "never"], 30) == [b"here", b"too"]
+    assert store.wait_many(["never", "late"], 0.2) == []
     store.close()
 
 

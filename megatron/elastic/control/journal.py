@@ -25,17 +25,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
 from megatron.elastic.control.events import Event
 from megatron.elastic.control.signer import Signer
-from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.store import Store, StoreLost, leading
 from megatron.elastic.control.wire import Codec, ProtocolError, encode
 
 __all__ = ["BEGIN", "Journal", "JournalForged", "Mark", "Signer", "Snapshot", "Trimmed", "keep", "newest", "trim"]
 
 _SNAPSHOT, _FLOOR = "journal/snapshot", "journal/floor"
+_AT_ONCE = 32
+"""Entries that are read with one request: after a loss the agent of each node appends one, and each reads them all."""
 
 
 class Trimmed(Exception):
@@ -124,7 +127,7 @@ class Journal:
 
         Raises :class:`Trimmed`; the event is not in the journal then.
         """
-        while True:
+        for attempt in count():
             mine = self._signed(event)
             found = self._store.create(_place(self.position), mine)
             if found == mine and self._withdrawn(self.position):
@@ -132,6 +135,8 @@ class Journal:
             yield self._advance(found)
             if found == mine:
                 return
+            if attempt:  # others append too: one request for all that they have
+                yield from self._read_on()
 
     def append_next(self, event: Event) -> bool:
         """Append ``event`` at exactly the next position, ``mark.position``; False when something else is there."""
@@ -139,12 +144,26 @@ class Journal:
         return self._store.create(_place(self.position), mine) == mine and not self._withdrawn(self.position)
 
     def follow(self, timeout: float) -> Iterator[tuple[int, Event | None]]:
-        """The next entry, waited for up to ``timeout`` seconds (blocking, no polling). Raises :class:`Trimmed`."""
-        value = self._store.wait(_place(self.position), timeout)
-        if value is not None:
-            yield self._advance(value)
-        elif self._trimmed(self.position):
+        """The next entries, the first waited for up to ``timeout`` seconds (blocking, no polling).
+
+        Raises :class:`Trimmed`.
+        """
+        values = self._store.wait_many(self._next_places(), timeout)
+        if not values and self._trimmed(self.position):
             raise Trimmed
+        for value in values:
+            yield self._advance(value)
+
+    def _read_on(self) -> Iterator[tuple[int, Event | None]]:
+        """The entries that are there already."""
+        values = [b""] * _AT_ONCE
+        while len(values) == _AT_ONCE:
+            values = leading(self._store.get_many(self._next_places()))
+            for value in values:
+                yield self._advance(value)
+
+    def _next_places(self) -> list[str]:
+        return [_place(self.position + number) for number in range(_AT_ONCE)]
 
     def _signed(self, event: Event) -> bytes:
         return self._signer.sign(_place(self.position), encode(_Entry(self.mark.chain, event)))

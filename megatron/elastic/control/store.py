@@ -1,6 +1,6 @@
 """The store the agents agree through: a small interface.
 
-Eight operations, of which the two that compare and set matter. The embedded store is kept by the first agent
+Nine operations, of which the two that compare and set matter. The embedded store is kept by the first agent
 (:mod:`store_server`, reached by way of :mod:`store_client`): its loss ends the job (:class:`StoreLost`). With
 :mod:`etcd` any agent may die. One connection serves one thread at a time and a waiting call occupies it, so each thread
 takes its own with :meth:`Store.clone`.
@@ -9,13 +9,19 @@ takes its own with :meth:`Store.clone`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
-__all__ = ["Store", "StoreLost"]
+__all__ = ["Store", "StoreLost", "leading"]
 
 
 class StoreLost(ConnectionError):
     """The store does not answer any more."""
+
+
+def leading(values: Mapping[str, bytes | None]) -> list[bytes]:
+    """Return the values up to the first key that does not exist."""
+    return [value for value in takewhile(lambda value: value is not None, values.values()) if value is not None]
 
 
 class Store(ABC):
@@ -54,6 +60,17 @@ class Store(ABC):
     @abstractmethod
     def wait(self, key: str, timeout: float) -> bytes | None:
         """Block until ``key`` exists and return its value; None after ``timeout`` seconds."""
+
+    def wait_many(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """Block until the first of ``keys`` exists; return its value, and those of the next ones that exist already.
+
+        Up to the first key that does not exist; empty after ``timeout`` seconds.
+        """
+        present = leading(self.get_many(keys))
+        if not present:
+            value = self.wait(keys[0], timeout)
+            present = [] if value is None else [value]
+        return present
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from megatron.elastic.control.channel import CHALLENGE_BYTES, Credentials, Dialer, Session
-from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.store import Store, StoreLost, leading
 from megatron.elastic.control.store_messages import (
     LONGEST_WAIT,
     Create,
@@ -117,6 +117,17 @@ class ReachedStore(Store):
             found = _value(self._ask(Wait(key, left), extra=left))
             if found is not None or time.monotonic() >= end:
                 return found
+
+    def wait_many(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        end = time.monotonic() + timeout
+        while True:
+            left = min(LONGEST_WAIT, max(0.0, end - time.monotonic()))
+            found = self._ask(Wait(keys[0], left, list(keys[1:])), extra=left)
+            if isinstance(found, list):
+                return leading(dict(zip(keys, found, strict=False)))
+            value = _value(found)
+            if value is not None or time.monotonic() >= end:
+                return [] if value is None else [value]
 
     def delete(self, key: str) -> None:
         self._ask(Delete(key))

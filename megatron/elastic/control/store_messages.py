@@ -66,10 +66,14 @@ class Replace(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answered by the value as soon as there is one, by None after ``seconds``."""
+    """Answered by the value as soon as there is one, by None after ``seconds``.
+
+    With ``then`` the value is answered in a list, before those of these keys that exist then.
+    """
 
     key: Key
     seconds: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
+    then: Annotated[list[Key], msgspec.Meta(max_length=1 << 16)] = []
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag=6):

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
+from itertools import takewhile
 
 from megatron.elastic.control.channel import (
     ANSWER_BYTES,
@@ -102,8 +103,8 @@ class _Connection:
         self.session: Session | None = None
         self.greeted = False
         self.incoming, self.outgoing = bytearray(), bytearray()
-        self.waiting: tuple[str, Waiter] | None = None
-        """The key it waits for, and the call registered there."""
+        self.waiting: tuple[Wait, Waiter] | None = None
+        """What it waits for, and the call registered there."""
         self.asked = 0
         """Waits so far: tells the present one's end from an earlier one's."""
 
@@ -272,23 +273,31 @@ class StoreServer:
 
         found = self._keys.when(request.key, came)
         if found is not None:
-            self._reply(connection, found)
+            self._reply(connection, self._with_next(request, found))
             return
-        connection.waiting = request.key, came
+        connection.waiting = request, came
         heapq.heappush(self._ends, (time.monotonic() + request.seconds, next(self._order), connection, number))
 
     def _answer_wait(self, connection: _Connection, number: int, value: bytes | None) -> None:
         """End a wait, unless it has ended already."""
         if connection.waiting is None or connection.asked != number:
             return
+        request, call = connection.waiting
         if value is None:
-            self._keys.forget(*connection.waiting)
+            self._keys.forget(request.key, call)
         connection.waiting = None
         try:
-            self._reply(connection, value)
+            self._reply(connection, None if value is None else self._with_next(request, value))
             self._serve(connection)  # requests it sent meanwhile
         except (OSError, ProtocolError):
             self._drop(connection)
+
+    def _with_next(self, request: Wait, value: bytes) -> Reply:
+        """Return the reply to a wait that ``value`` ends."""
+        if not request.then:
+            return value
+        following = takewhile(lambda each: each is not None, map(self._keys.get, request.then))
+        return [value, *following]
 
     def _reply(self, connection: _Connection, reply: Reply) -> None:
         assert connection.session is not None
@@ -314,7 +323,8 @@ class StoreServer:
             return
         self._strangers.pop(fd, None)
         if connection.waiting is not None:
-            self._keys.forget(*connection.waiting)
+            request, call = connection.waiting
+            self._keys.forget(request.key, call)
             connection.waiting = None
         self._epoll.unregister(fd)
         connection.channel.close()

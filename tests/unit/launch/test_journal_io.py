@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -36,10 +36,10 @@ class SlowToWait(LocalStore):
         self.held = threading.Event()
         self.turn = threading.Event()
 
-    def wait(self, key: str, timeout: float) -> bytes | None:
+    def wait_many(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         if threading.current_thread().name == "journal-follower" and self.held.is_set():
             assert self.turn.wait(PATIENCE)
-        return super().wait(key, min(timeout, 0.5))
+        return super().wait_many(keys, min(timeout, 0.5))
 
 
 class Agent:
