@@ -239,6 +239,13 @@ SECTIONS = (
         tables.agreement,
     ),
     Section(
+        "journal",
+        "How much does the embedded store work at a loss?",
+        "Each agent appends the reports of its 8 ranks, and each reads them all, through a real server over loopback. "
+        "All agents share two cores here, which takes most of the time until all have read.",
+        tables.journal,
+    ),
+    Section(
         "simulator_error",
         "How close is the simulator to tables with timed waits?",
         "Ten plans.",

@@ -376,6 +376,15 @@ def agreement(figures: Figures) -> str:
     return table((*head, "balanced placement (ms)", "vote (ms)"), rows)
 
 
+def journal(figures: Figures) -> str:
+    """The store's work at a loss, by number of nodes."""
+    rows = [
+        (f"{row['nodes']}", number(row["server_s"]), number(row["all_s"]), f"{row['bytes']:,}")
+        for row in figures["rows"]
+    ]
+    return table(("nodes", "processor time of the server (s)", "all have read (s)", "bytes of a node's entry"), rows)
+
+
 def protection(figures: Figures) -> str:
     """Seconds and steps with fewer mirrors than asked for."""
     named = (("seconds until the vote that names the last missing copy", "s"), ("steps committed until then", "steps"))

@@ -149,17 +149,19 @@ class Job:
 HYPER = Hyper(ConstantSchedule((Rate(1e-4, 0.1),)))
 
 
+def report(rank: int) -> str:
+    """Return the report of a rank that was computing a step."""
+    holdings = Holdings(rank, 0, 0, (GradientKey(0, 1),), (StepRecord.initial(HYPER),))
+    return Report(holdings, phase=1, done=False, parameters=0, held_for=text_hash("")).to_text()
+
+
 def decided(job: Job) -> bytes:
     """Return the decision as it arrives, with a report of every survivor that was computing a step."""
-    record = StepRecord.initial(HYPER)
     members = {
         rank: Address(rank, 1, f"node{rank // RANKS_OF_A_NODE}", {"ip": "10.0.0.1", "port": 1, "broken": []})
         for rank in job.survivors
     }
-    reports = {}
-    for rank in job.survivors:
-        holdings = Holdings(rank, 0, 0, (GradientKey(0, 1),), (record,))
-        reports[rank] = Report(holdings, phase=1, done=False, parameters=0, held_for=text_hash("")).to_text()
+    reports = {rank: report(rank) for rank in job.survivors}
     return msgspec.json.encode(Decision(2, members, "loss", reports=reports))
 
 

@@ -80,6 +80,7 @@ STANDARD = {
     "exact": Benchmark("exact", ("--hidden", "128,256")),
     "planner": Benchmark("planner"),
     "agreement": Benchmark("agreement"),
+    "journal": Benchmark("journal"),
     "simulator_real": Benchmark("simulator_real"),
     "simulator_error": Benchmark("simulator_error", ("--unit-ms", "60")),
     "simulate_table": Benchmark("simulate_table"),
