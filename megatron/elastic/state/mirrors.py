@@ -144,10 +144,15 @@ class _Table:
                 place,
             )
 
+        least = self._least[owner]
+        copies = [rank for rank in held if rank not in taken and self._place(owner, rank)]
+        # At the least cost one that has the block is better than any other.
+        near: Collection[int] = [rank for rank in copies if self._cost(owner, rank, taken) == least]
+        if not near:
+            near = {*self._peers[owner], *copies}.difference(taken)
+        best = next(iter(near)) if len(near) == 1 else min(near, key=preference, default=None)
         # A rank that is no peer and has no copy is chosen only if it costs less than all peers and ranks with a copy.
-        near = {*self._peers[owner], *(rank for rank in held if self._place(owner, rank))}.difference(taken)
-        best = min(near, key=preference, default=None)
-        if best is None or preference(best)[0] > self._least[owner]:
+        if best is None or self._cost(owner, best, taken) > least:
             best = min((rank for rank in order if rank not in taken), key=preference, default=None)
         if best is None:
             return False
