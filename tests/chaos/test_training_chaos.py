@@ -54,14 +54,17 @@ SUCCESSORS = 2
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Rank → process of every worker that has come far enough to open its event log."""
+    """Rank → process of every worker that has come far enough to open its event log.
+
+    Processes that load its data have the log open too; they are its children.
+    """
     found = {}
     for pid in descendants(launcher):
         with contextlib.suppress(OSError):
             files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
             ranks = {int(log[1]) for log in (re.search(r"rank(\d+)\.jsonl$", file) for file in files) if log}
             if len(ranks) == 1 and is_alive(pid):
-                found[ranks.pop()] = pid
+                found.setdefault(ranks.pop(), pid)
     return found
 
 
