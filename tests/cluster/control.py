@@ -204,7 +204,7 @@ class Agent:
         self._journal.append(Lost((loss,), (-1,), self._scheduler.now))
 
     def _deliver(self) -> None:
-        ((_, event),) = self._read.follow(0.0)
+        _, event = next(self._read.follow(0.0))  # others that are there come later, with other events between them
         assert event is not None, "an entry that does not verify"
         frozen = self.state.frozen
         self.state.apply(event)

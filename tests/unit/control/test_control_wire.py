@@ -104,7 +104,7 @@ def test_two_writers_see_one_order_and_a_decision_cannot_pass_a_loss(store: Loca
     assert not one.append_next(ev.Decided(1, 0)), "position 1 holds the loss"
     assert two.append_next(ev.Decided(2, 0))
     reader = Journal(store, SEAL)
-    seen = [event for _ in range(3) for _, event in reader.follow(5)]
+    seen = [event for _, event in reader.follow(5)]
     assert seen == [ev.Wanted(Drain()), ev.NodeLost(1, 0, "gone"), ev.Decided(2, 0)]
     assert list(reader.follow(0.05)) == []
 
