@@ -154,7 +154,9 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
 
     def ready(self) -> bool:
         """DECIDE may be tried."""
-        return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
+        if self.quiet or self.ended is not None or len(self.reports) < len(self.members):
+            return False
+        return bool(self.expected()) and not self.missing()
 
     def pending(self) -> Pending:
         """The requests that members should honour at their next boundary."""
@@ -163,9 +165,9 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
             join=self._joining,
             drain=self.drain == (),
             checkpoint=self._checkpoint,
-            reform=self.quiet and not {*promised} <= {*self.members, *self.returning()},
+            reform=self.quiet and not all(self._is_here_or_coming(rank) for rank in promised),
             leave=self.drain or (),
-            reshape=self.reshapes.pending(len(self.coming)),
+            reshape=self.reshapes.pending(len(self.coming)) if self.reshapes.is_open else None,
         )
 
     def coordinator(self) -> int | None:
@@ -188,6 +190,10 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     def returning(self) -> tuple[int, ...]:
         """Ranks that are no members, but are being started or will be, ascending."""
         return tuple(rank for rank, state in self.ranks.items() if self._is_coming(rank, state))
+
+    def _is_here_or_coming(self, rank: int) -> bool:
+        state = self.ranks[rank]
+        return state.standing == "member" or self._is_coming(rank, state)
 
     def _is_coming(self, rank: int, state: RankState) -> bool:
         if state.standing != "lost":
@@ -271,7 +277,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
                 continue
             counts = state.standing == "member" or loss.rank in self.joiners or missed
             changed |= counts and loss.incarnation == state.incarnation
-            state.incarnation, state.standing, state.entry = loss.incarnation, "lost", None
+            self._stand(state, "lost")
+            state.incarnation, state.entry = loss.incarnation, None
             state.may_return = state.may_return and self.respawn
             self._preparing.discard(loss.rank)
             self._begun.discard(loss.rank)
@@ -339,10 +346,10 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
                 continue
             state.incarnation, state.entry = incarnation, entry
             if self.fresh and entry.rank < self.nominal:
-                state.standing = "starting"
+                self._stand(state, "starting")
                 self.reports[entry.rank] = entry
             else:
-                state.standing = "waiting"
+                self._stand(state, "waiting")
         self._call_for_joiners()
 
     def _request(self, event: Requested) -> None:
@@ -403,7 +410,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
                 continue
             if rank in self._left:
                 self._left.discard(rank)
-                state.standing, state.code = "lost", None
+                self._stand(state, "lost")
+                state.code = None
             if state.standing == "lost":
                 state.may_return = self.nodes[self.node_of(rank)].alive
                 self.quarantine.lift(self.node_of(rank))
@@ -417,7 +425,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
             # It belonged to the generation before and is not in the next: that one must say why.
             host = self.nodes[self.node_of(event.rank)].host
             self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}", ending=Ending.LEFT))
-        state.incarnation, state.standing, state.entry = event.incarnation, "done", None
+        self._stand(state, "done")
+        state.incarnation, state.entry = event.incarnation, None
         state.code, state.announced = event.code, event.announced
         self.reports.pop(event.rank, None)
         self.joiners = tuple(rank for rank in self.joiners if rank != event.rank)
@@ -429,9 +438,10 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
         entries = {rank: self.reports[rank] for rank in sorted(self.reports) if rank not in leaving}
         self.decided = self.frozen
         for rank in entries:
-            self.ranks[rank].standing = "member"
+            self._stand(self.ranks[rank], "member")
         for rank in leaving:
-            self.ranks[rank].standing, self.ranks[rank].may_return = "done", False
+            self._stand(self.ranks[rank], "done")
+            self.ranks[rank].may_return = False
         self.decision = Decision(
             generation=self.frozen,
             members={rank: entry.address for rank, entry in entries.items()},
@@ -464,7 +474,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
                 if rank < self.nominal:
-                    state.standing = "starting"
+                    self._stand(state, "starting")
                     if state.entry is not None:
                         self.reports[rank] = state.entry
         elif reason == "join" or (reason == "loss" and self.nominal < len(self.ranks)):
@@ -497,7 +507,25 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
         return tuple(sorted(rank for ranks in chosen for rank in ranks if rank in waiting))
 
     def _standing(self, standing: Standing) -> tuple[int, ...]:
-        return tuple(rank for rank, state in self.ranks.items() if state.standing == standing)
+        """Return the ranks of this standing, ascending."""
+        return self._by_standing.get(standing, ())
+
+    @cached_property
+    def _by_standing(self) -> dict[Standing, tuple[int, ...]]:
+        """Standing → its ranks. Each event asks for members several times, and few events change them."""
+        found: dict[Standing, list[int]] = {}
+        for rank, state in self.ranks.items():
+            found.setdefault(state.standing, []).append(rank)
+        return {standing: tuple(ranks) for standing, ranks in found.items()}
+
+    def _stand(self, state: RankState, standing: Standing) -> None:
+        """Change a rank's standing; no other code does."""
+        state.standing = standing
+        self.standings_changed()
+
+    def standings_changed(self) -> None:
+        """Forget which ranks are of which standing: :attr:`ranks` is other than it was."""
+        vars(self).pop("_by_standing", None)
 
     def _can_start(self, state: RankState) -> bool:
         if state.standing == "lost":

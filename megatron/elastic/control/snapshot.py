@@ -39,6 +39,7 @@ def restore(generations: Generations, failures: Failures, history: JobHistory, t
         _assign(node, found.generations.nodes[number])
     found.generations.nodes = nodes
     _assign(generations, found.generations)
+    generations.standings_changed()
     _assign(failures, found.failures)
     _assign(history, found.history)
 

@@ -11,6 +11,7 @@ from megatron.elastic.control.events import (
     Abandoned,
     Decided,
     Entry,
+    Event,
     Finished,
     Lost,
     NodeBack,
@@ -27,6 +28,7 @@ from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint
+from tests.unit.calls import calls_in
 
 
 def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
@@ -407,3 +409,37 @@ def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
 def test_ranks_must_be_numbered_without_holes() -> None:
     with pytest.raises(ValueError, match="once each"):
         Generations({0: Node("h", (0, 2))})
+
+
+def test_an_agent_takes_in_a_loss_and_a_return_by_as_much_more_work_as_there_are_more_nodes() -> None:
+    """Each node's agent appends an entry, and each agent asks after each entry what follows from it."""
+
+    def taken_in(nodes: int) -> int:
+        state = started(*[8] * nodes)
+
+        def one(event: Event) -> None:
+            state.apply(event)
+            assert not state.over()
+            state.pending(), state.ready(), state.coordinator(), state.preparing
+
+        def by_node(generation: int) -> None:
+            for node in state.nodes.values():
+                members = [rank for rank in node.ranks if state.ranks[rank].standing == "member"]
+                one(Reported(generation, tuple(entry(rank, state.ranks[rank].incarnation) for rank in members)))
+            one(Decided(generation, 0))
+            assert state.decided == generation
+
+        def a_loss_and_a_return() -> None:
+            one(loss(9))
+            by_node(2)
+            one(Waiting((entry(9, 1),)))
+            for node in state.nodes.values():
+                members = tuple(rank for rank in node.ranks if state.ranks[rank].standing == "member")
+                one(Requested(Request.JOIN, members, 2))
+            by_node(3)
+
+        return calls_in(a_loss_and_a_return)
+
+    few, many = taken_in(8), taken_in(32)
+    print(f"{few} calls with 8 nodes, {many} with 32")
+    assert many < 6 * few

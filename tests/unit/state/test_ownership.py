@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -26,6 +24,7 @@ from megatron.elastic.state.ownership import (
     rebalance,
 )
 from megatron.elastic.state.placement import Ownership
+from tests.unit.calls import calls_in
 
 
 def unit_groups(units: int, blocks: int, holders: list[int], shard: int = 0) -> list[UnitGroup]:
@@ -185,17 +184,6 @@ def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement()
         spread = max(mirrored.values()) - min(mirrored[r] for r in living)
         assert spread <= max(2, 0.02 * max(mirrored.values())), f"seed {seed} step {step}: {mirrored}"
     assert bound <= adds <= 1.15 * bound, f"moved {adds} blocks, at least {bound} are needed"
-
-
-def calls_in(work: Callable[[], object]) -> int:
-    """The number of function calls in ``work``: unlike its time, the same on every machine."""
-    calls = Counter[str]()
-    sys.setprofile(lambda frame, event, argument: calls.update((event,)))
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls["call"] + calls["c_call"]
 
 
 def test_the_work_after_a_loss_grows_with_the_number_of_blocks_and_no_faster():

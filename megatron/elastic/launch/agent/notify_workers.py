@@ -39,7 +39,8 @@ def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, To
     if mine.standing == "waiting" and decision is not None and decision.generation > worker.sent_members:
         worker.sent_members = decision.generation
         tell(worker, Members(decision.members))
-    pending = state.pending()
-    if mine.standing == "member" and pending != worker.sent_pending:
-        worker.sent_pending = pending
-        tell(worker, PendingChanged(pending))
+    if mine.standing == "member":
+        pending = state.pending()
+        if pending != worker.sent_pending:
+            worker.sent_pending = pending
+            tell(worker, PendingChanged(pending))
