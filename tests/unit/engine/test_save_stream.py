@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import torch
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.engine.transaction.save import StateStream, Want
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
@@ -23,12 +25,17 @@ LAYOUTS = {(0, 0): UnitLayout.build(0, 0, [ParamSpec("w", 4096, (4096,), True)],
 BLOCKS = LAYOUTS[0, 0].blocks
 PLACEMENT = Placement({block.key: Copies(block.index % 2) for block in BLOCKS})
 HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)))
+COMMUNICATORS = pytest.mark.parametrize("comm", ["elastic", "gloo"])
 WANTED = (Want(0, 0, 0, LAYOUTS[0, 0].numel, 0),)
 
 
-def fabric_of(here: Here) -> NativeFabric:
+def fabric_of(here: Here, comm: str) -> Fabric:
     """A fabric in generation 1."""
-    fabric = NativeFabric(here.rank, here.size, 0, run_id=f"save{here.port}", secret=b"x" * 32, timeout=60.0)
+    fabric: Fabric
+    if comm == "gloo":
+        fabric = GlooFabric(here.rank, here.size, 0, here.store(), timeout=60.0)
+    else:
+        fabric = NativeFabric(here.rank, here.size, 0, run_id=f"save{here.port}", secret=b"x" * 32, timeout=60.0)
     addresses = here.exchange("address", msgspec.to_builtins(fabric.address()), range(here.size))
     fabric.edit(1, {rank: Address(**value) for rank, value in addresses.items()}, 30.0)
     here.exchange("edited 1", 0, range(here.size))
@@ -44,7 +51,7 @@ def opened(fabric: Fabric) -> StateStream:
     return StateStream(fabric, pool, PLACEMENT, LAYOUTS, StepRecord.initial(HYPER), {0: WANTED})
 
 
-def again(here: Here, fabric: NativeFabric) -> None:
+def again(here: Here, fabric: Fabric) -> None:
     """Go on in generation 2 with the same members."""
     addresses = here.exchange("again", msgspec.to_builtins(fabric.address()), range(here.size))
     fabric.interrupt(2)
@@ -52,9 +59,9 @@ def again(here: Here, fabric: NativeFabric) -> None:
     here.exchange("edited 2", 0, range(here.size))
 
 
-def _late(here: Here) -> str:
+def _late(comm: str, here: Here) -> str:
     """Both ranks open a stream; the thread of rank 0 begins after the edit, that of rank 1 never."""
-    fabric = fabric_of(here)
+    fabric = fabric_of(here, comm)
     stream = opened(fabric)
     again(here, fabric)
     error = ""
@@ -73,14 +80,15 @@ def _late(here: Here) -> str:
     return error
 
 
+@COMMUNICATORS
 @pytest.mark.timeout(60)
-def test_a_thread_that_begins_after_the_edit_waits_for_no_rank() -> None:
-    with Ranks(2, _late, seconds=40.0) as ranks:
+def test_a_thread_that_begins_after_the_edit_waits_for_no_rank(comm: str) -> None:
+    with Ranks(2, partial(_late, comm), seconds=40.0) as ranks:
         assert ranks.results((0, 1)) == {0: "generation 2 is being agreed", 1: ""}
 
 
-def _interrupted(here: Here) -> str:
-    fabric = fabric_of(here)
+def _interrupted(comm: str, here: Here) -> str:
+    fabric = fabric_of(here, comm)
     stream, error = opened(fabric), list[str]()
     if here.rank == 0:
 
@@ -100,7 +108,8 @@ def _interrupted(here: Here) -> str:
     return "".join(error)
 
 
+@COMMUNICATORS
 @pytest.mark.timeout(60)
-def test_a_thread_that_waits_during_the_edit_is_woken() -> None:
-    with Ranks(2, _interrupted, seconds=40.0) as ranks:
+def test_a_thread_that_waits_during_the_edit_is_woken(comm: str) -> None:
+    with Ranks(2, partial(_interrupted, comm), seconds=40.0) as ranks:
         assert ranks.results((0, 1))[0] == "generation 2 is being agreed"

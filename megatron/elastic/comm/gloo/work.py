@@ -19,6 +19,9 @@ from megatron.elastic.comm.errors import CommError
 
 __all__ = ["GlooWork", "UntilDone", "Waits"]
 
+_WITHOUT_END = timedelta(days=1)
+"""gloo takes no wait without a time."""
+
 
 class Waits(Protocol):
     """The part of its fabric that a work needs."""
@@ -71,15 +74,33 @@ class GlooWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done. Raises ``PeerLost``, ``GenerationChanged`` or ``CommTimeout``."""
+        if not self._done:
+            with self._waits.waiting(self._peers, self._generation):
+                allowed = timeout or timedelta(seconds=self._seconds)
+                self._await(allowed, lambda: self._waits.void(self._generation))
+        return True
+
+    def wait_unless(self, void: Callable[[], bool]) -> bool:
+        """Return True when done, False once ``void()`` holds. For threads beside the step: no wait is published.
+
+        However long it takes: the peer may be busy with a slow disk.
+        """
+        try:
+            self._await(_WITHOUT_END, lambda: void() or self._waits.void(self._generation))
+        except CommError:
+            if void():
+                return False
+            raise
+        return True
+
+    def _await(self, allowed: timedelta, void: Callable[[], bool]) -> None:
         if self._done:
-            return True
+            return
         if self._error is not None:
             raise self._error
-        allowed = timeout or timedelta(seconds=self._seconds)
         try:
-            with self._waits.waiting(self._peers, self._generation):
-                for work in self._inner:
-                    self._until_done(work, allowed, lambda: self._waits.void(self._generation))
+            for work in self._inner:
+                self._until_done(work, allowed, void)
         except CommError as error:
             self._error = error
             raise
@@ -88,7 +109,6 @@ class GlooWork(dist.Work):
             self._error = self._waits.translate(error, self._peers, self._generation, seconds)
             raise self._error from error
         self._complete()
-        return True
 
     def is_completed(self) -> bool:
         return self._done or self._error is not None or all(work.is_completed() for work in self._inner)

@@ -17,7 +17,6 @@ has it: what a void stream has left behind is taken for nothing else.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.waits import wait_unless
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.state.checkpoint_view import CheckpointView
 from megatron.elastic.state.hashing import content_hash
@@ -37,8 +37,6 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["StateStream", "Want"]
 
 _TAG = (1 << 30) + 0x400
-_LOOK_SECONDS = 0.001
-"""Time between two looks at a message under way."""
 
 
 @dataclass(frozen=True, order=True)
@@ -137,11 +135,8 @@ class StateStream:
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a message. Raises ``GenerationChanged`` in a newer generation, though the message is of no other."""
-        while not work.is_completed():
-            if self._fabric.generation != self._generation:
-                raise GenerationChanged(self._fabric.generation)
-            time.sleep(_LOOK_SECONDS)
-        work.wait()
+        if not wait_unless(lambda: self._fabric.generation != self._generation, work):
+            raise GenerationChanged(self._fabric.generation)
 
     def abandon(self, why: str) -> None:
         """Void the stream: a reading thread raises ``ViewAbandoned``. Idempotent."""
