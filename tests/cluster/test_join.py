@@ -12,6 +12,7 @@ from megatron.elastic.engine.transaction.certificates import statement
 from megatron.elastic.state.certificate import CertificateError, Statement
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, run
+from tests.cluster.fabric import ClusterFabric
 from tests.scenario.scenario import parse
 
 SOON = "back=0.02"
@@ -90,6 +91,15 @@ def test_the_newcomer_is_killed_as_well(point: str) -> None:
     cluster = run(f"steps=12 seed=7 {SOON} {faults}")
     check(cluster)
     assert lives(cluster, 1) == [2]
+
+
+@pytest.mark.parametrize("point", ["in_join", "mid_gather"])
+def test_the_newcomer_is_killed_as_well_where_members_gather_with_it(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over gloo and on devices. They had the parameters, and have them no more until a gather is over."""
+    monkeypatch.setattr(ClusterFabric, "writes_values_only", lambda fabric: False)
+    test_the_newcomer_is_killed_as_well(point)
 
 
 @pytest.mark.parametrize("point", ["in_recovery_decide", "in_recovery_promote", "before_vote", "mid_update"])

@@ -67,9 +67,13 @@ def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeyp
         assert not os.listdir(scratch)
 
 
-def test_over_gloo_a_return_costs_no_step(tmp_path: Path) -> None:
-    """Its gathers of parameters write other values in between, so members wait for that of an admission."""
-    walk(tmp_path, LAYOUTS["pp2dp2"], [one("pp2dp2", "mid_backward", 1)], "--elastic-comm", "gloo")
+def test_over_gloo_losses_with_saves_and_returns_cost_no_step(tmp_path: Path) -> None:
+    """Its gathers of parameters write other values in between, so members wait for that of an admission.
+
+    Its messages, also those of a save, are done for a thread that waits for them alone.
+    """
+    cases = [one("pp2dp2", point, 1) for point in ("mid_backward", "in_save")]
+    walk(tmp_path, LAYOUTS["pp2dp2"], cases, "--elastic-comm", "gloo", *flags_of("phases", tmp_path))
 
 
 @pytest.mark.slow
@@ -117,14 +121,16 @@ def test_every_named_point_is_walked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "pp2dp2 gloo"])
 def test_every_point_of_every_rank(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, layout: str, group: str
 ) -> None:
     """One job a group of points: up to 192 losses, each rank back before the next."""
+    layout, _, comm = layout.partition(" ")
+    flags = ("--elastic-comm", comm or "elastic")
     cases = [case for point in GROUPS[group] for case in cases_of(LAYOUTS[layout], point)]
     shared = tmp_path_factory.getbasetemp() / "undisturbed"
-    walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), seconds=3600.0, shared=shared)
+    walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), *flags, seconds=3600.0, shared=shared)
 
 
 @pytest.mark.slow

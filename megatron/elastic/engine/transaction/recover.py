@@ -198,6 +198,8 @@ class Recovery:
         groups = at.views.groups(before), at.views.groups(at.view)
         whole = at.parameters == at.record.version and have_parameters(*groups, outcome.newcomers)
         beside = whole and outcome.between_steps and at.tools.fabric.writes_values_only()
+        if not beside:
+            at.parameters = -1  # should a newcomer be lost meanwhile, what the gather has written so far counts not
         at.gathering = at.body.begin_gather(at.record.version, for_others=beside)
         if not beside:
             at.settle_parameters()
