@@ -58,7 +58,7 @@ def workers(launcher: int) -> dict[int, int]:
 
     Processes that load its data have the log open too; they are its children.
     """
-    found = {}
+    found = dict[int, int]()
     for pid in descendants(launcher):
         with contextlib.suppress(OSError):
             files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
