@@ -17,14 +17,14 @@ _LOOK_SECONDS = 0.001
 """Time between two looks at a message under way."""
 
 
-def wait_unless(void: Callable[[], bool], work: dist.Work) -> bool:
+def wait_unless(work: dist.Work, void: Callable[[], bool]) -> bool:
     """Return True when ``work`` is done, False once ``void()`` says that it cannot be. Raises ``CommError``."""
     own: Callable[[Callable[[], bool]], bool] | None = getattr(work, "wait_unless", None)
     if own is not None:
         return own(void)
-    while not work.is_completed():
-        if void():
-            return False
+    while not void():
+        if work.is_completed():
+            work.wait()
+            return True
         time.sleep(_LOOK_SECONDS)
-    work.wait()
-    return True
+    return False

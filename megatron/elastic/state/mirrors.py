@@ -202,14 +202,15 @@ class _Table:
         return False
 
     def takers(self, high: int, lows: Collection[int]) -> set[int]:
-        """Return the ``lows`` to which some owner's mirror on ``high`` could move, as far as its balance is asked."""
+        """Return the ``lows`` that could take a mirror from ``high`` without unbalancing its owner's mirrors."""
         found = set[int]()
         for owner, keys in self._at.get(high, {}).items():
+            if not keys:
+                continue
             # From a peer a mirror goes to another peer alone: they are few.
             peers = self._peers[owner]
             able = (low for low in peers if low in lows) if high in peers else (low for low in lows if low != owner)
-            if keys:
-                found.update(low for low in able if self._surplus(owner, high, low) < 0)
+            found.update(low for low in able if self._surplus(owner, high, low) < 0)
         return found
 
     def shift(self, high: int, low: int) -> bool:

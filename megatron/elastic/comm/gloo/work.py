@@ -74,7 +74,7 @@ class GlooWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done. Raises ``PeerLost``, ``GenerationChanged`` or ``CommTimeout``."""
-        if not self._done:
+        if not self._is_over():
             with self._waits.waiting(self._peers, self._generation):
                 allowed = timeout or timedelta(seconds=self._seconds)
                 self._await(allowed, lambda: self._waits.void(self._generation))
@@ -86,18 +86,20 @@ class GlooWork(dist.Work):
         However long it takes: the peer may be busy with a slow disk.
         """
         try:
-            self._await(_WITHOUT_END, lambda: void() or self._waits.void(self._generation))
+            if not void() and not self._is_over():
+                self._await(_WITHOUT_END, lambda: void() or self._waits.void(self._generation))
         except CommError:
-            if void():
-                return False
-            raise
-        return True
+            if not void():
+                raise
+        return not void()
 
-    def _await(self, allowed: timedelta, void: Callable[[], bool]) -> None:
-        if self._done:
-            return
+    def _is_over(self) -> bool:
+        """Return whether it is done. Raises its error if it has failed."""
         if self._error is not None:
             raise self._error
+        return self._done
+
+    def _await(self, allowed: timedelta, void: Callable[[], bool]) -> None:
         try:
             for work in self._inner:
                 self._until_done(work, allowed, void)

@@ -99,7 +99,7 @@ def statement(
     arena, pool = tools.arena, tools.pool
     cell = view.cell.id if view.cell is not None and view.leads else None
     rows = [row for piece in view.plan.pieces if piece.first == 0 and piece.cell == cell for row in piece.rows]
-    return Statement(
+    made = Statement(
         rank=tools.fabric.rank,
         generation=view.generation,
         placement=view.configuration.digest,
@@ -110,6 +110,8 @@ def statement(
         rows=tuple(sorted(rows)),
         random_key=(tools.settings.seed, record.version),
     )
+    vars(made)["record"] = record  # the value of the cached property
+    return made
 
 
 def begin_examination(

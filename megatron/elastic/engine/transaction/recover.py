@@ -199,7 +199,7 @@ class Recovery:
         whole = at.parameters == at.record.version and have_parameters(*groups, outcome.newcomers)
         beside = whole and outcome.between_steps and at.tools.fabric.writes_values_only()
         if not beside:
-            at.parameters = -1  # should a newcomer be lost meanwhile, what the gather has written so far counts not
+            at.parameters = -1  # of no version until the gather is over: the loss of a newcomer may cut it off
         at.gathering = at.body.begin_gather(at.record.version, for_others=beside)
         if not beside:
             at.settle_parameters()

@@ -135,7 +135,7 @@ class StateStream:
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a message. Raises ``GenerationChanged`` in a newer generation, though the message is of no other."""
-        if not wait_unless(lambda: self._fabric.generation != self._generation, work):
+        if not wait_unless(work, lambda: self._fabric.generation != self._generation):
             raise GenerationChanged(self._fabric.generation)
 
     def abandon(self, why: str) -> None:
