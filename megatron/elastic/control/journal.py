@@ -158,7 +158,7 @@ class Journal:
         """The entries that are there already."""
         values = [b""] * _AT_ONCE
         while len(values) == _AT_ONCE:
-            values = leading(self._store.get_many(self._next_places()))
+            values = leading(self._store.get_many(self._next_places()).values())
             for value in values:
                 yield self._advance(value)
 

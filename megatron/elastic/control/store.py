@@ -9,8 +9,7 @@ takes its own with :meth:`Store.clone`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
 
 __all__ = ["Store", "StoreLost", "leading"]
 
@@ -19,9 +18,14 @@ class StoreLost(ConnectionError):
     """The store does not answer any more."""
 
 
-def leading(values: Mapping[str, bytes | None]) -> list[bytes]:
-    """Return the values up to the first key that does not exist."""
-    return [value for value in takewhile(lambda value: value is not None, values.values()) if value is not None]
+def leading(values: Iterable[bytes | None]) -> list[bytes]:
+    """Return the values up to the first key that does not exist, whose value is None."""
+    found = list[bytes]()
+    for value in values:
+        if value is None:
+            break
+        found.append(value)
+    return found
 
 
 class Store(ABC):
@@ -66,7 +70,7 @@ class Store(ABC):
 
         Up to the first key that does not exist; empty after ``timeout`` seconds.
         """
-        present = leading(self.get_many(keys))
+        present = leading(self.get_many(keys).values())
         if not present:
             value = self.wait(keys[0], timeout)
             present = [] if value is None else [value]

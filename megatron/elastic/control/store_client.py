@@ -124,7 +124,7 @@ class ReachedStore(Store):
             left = min(LONGEST_WAIT, max(0.0, end - time.monotonic()))
             found = self._ask(Wait(keys[0], left, list(keys[1:])), extra=left)
             if isinstance(found, list):
-                return leading(dict(zip(keys, found, strict=False)))
+                return leading(found)
             value = _value(found)
             if value is not None or time.monotonic() >= end:
                 return [] if value is None else [value]

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from itertools import takewhile
 
 from megatron.elastic.control.channel import (
     ANSWER_BYTES,
@@ -29,7 +28,7 @@ from megatron.elastic.control.channel import (
     Session,
 )
 from megatron.elastic.control.keys import Keys, LocalStore, Waiter
-from megatron.elastic.control.store import StoreLost
+from megatron.elastic.control.store import StoreLost, leading
 from megatron.elastic.control.store_messages import (
     Create,
     Delete,
@@ -104,7 +103,7 @@ class _Connection:
         self.greeted = False
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.waiting: tuple[Wait, Waiter] | None = None
-        """What it waits for, and the call registered there."""
+        """The wait under way, and the call registered for its key."""
         self.asked = 0
         """Waits so far: tells the present one's end from an earlier one's."""
 
@@ -296,8 +295,7 @@ class StoreServer:
         """Return the reply to a wait that ``value`` ends."""
         if not request.then:
             return value
-        following = takewhile(lambda each: each is not None, map(self._keys.get, request.then))
-        return [value, *following]
+        return [value, *leading(map(self._keys.get, request.then))]
 
     def _reply(self, connection: _Connection, reply: Reply) -> None:
         assert connection.session is not None

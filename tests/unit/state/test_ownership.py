@@ -188,11 +188,11 @@ def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement()
 
 def test_the_work_after_a_loss_grows_with_the_number_of_blocks_and_no_faster():
     def after_a_loss(ranks: int) -> int:
-        everybody = list(range(ranks))
-        living = everybody[:5] + everybody[6:]
-        full, left = (Rules(1, 4, {rank: rank // 8 for rank in some}) for some in (everybody, living))
+        launched = list(range(ranks))
+        living = launched[:5] + launched[6:]
+        full, left = (Rules(1, 4, {rank: rank // 8 for rank in some}) for some in (launched, living))
         groups = unit_groups(8, 4 * ranks, living)
-        placement = initial(unit_groups(8, 4 * ranks, everybody), full)
+        placement = initial(unit_groups(8, 4 * ranks, launched), full)
         promoted = promote_only(placement, living, groups).placement
         return calls_in(lambda: rebalance(promoted, groups, left))
 
