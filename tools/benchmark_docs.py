@@ -73,6 +73,12 @@ SECTIONS = (
         tables.rejoin,
     ),
     Section(
+        "rejoin_of_long_steps",
+        "What do members wait for a rejoin in steps of four times as many tokens?",
+        "As before, with 64 sequences a step in place of 16.",
+        tables.rejoin,
+    ),
+    Section(
         "rejoin_waiting",
         "What do members wait for a rejoin where forwards and backwards leave the cores free?",
         "The same; every forward and backward waits 50 ms, as a host waits for its accelerator.",

@@ -50,6 +50,7 @@ STANDARD = {
     "experts": Benchmark("experts", ("--losses", "8")),
     "protection": Benchmark("protection"),
     "rejoin": Benchmark("rejoin", ("--trials", "21")),
+    "rejoin_of_long_steps": Benchmark("rejoin", ("--trials", "15", "--batch", "64")),
     "rejoin_waiting": Benchmark("rejoin", ("--trials", "11", "--waiting", "0.05")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
     "migrate_waiting": Benchmark(

@@ -1,6 +1,6 @@
 """Rejoin of a lost rank: time from ready to taking part, and the wait of the other ranks.
 
-    python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--comm elastic] [--waiting 0.05]
+    python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--batch 16] [--comm elastic] [--waiting 0.05]
 
 Each trial is a real job under the launcher, data parallel, default settings, with one
 rank killed (SIGKILL). Its process is started again, runs the script from the top, and
@@ -40,7 +40,7 @@ from tools.bench._jobs import QUIET, command, faults, finished, waits
 
 MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 1 --global-batch-size 16 --vocab-size 2047
+    --micro-batch-size 1 --vocab-size 2047
 """)
 
 _SETTLED = 8
@@ -67,12 +67,13 @@ class Trial:
     links_ahead: int
 
 
-def run_trial(ranks: int, comm: str, steps: int, waiting: float) -> Trial:
+def run_trial(options: argparse.Namespace) -> Trial:
     """One job. Raises ``RuntimeError`` with its output when it does not finish or no rank came back."""
     with tempfile.TemporaryDirectory() as folder:
-        elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
-        fault = faults(";".join(["kill:rank=1,step=4,point=mid_forward", *waits(waiting)]))
-        output = finished(command(ranks, *MODEL, "--train-iters", str(steps), *elastic, *fault))
+        sizes = ("--global-batch-size", str(options.batch), "--train-iters", str(options.steps))
+        elastic = ("--elastic", "--elastic-comm", options.comm, "--elastic-event-log", folder)
+        fault = faults(";".join(["kill:rank=1,step=4,point=mid_forward", *waits(options.waiting)]))
+        output = finished(command(options.ranks, *MODEL, *sizes, *elastic, *fault))
         records = read_events(Path(folder))
         joined = [r for r in records if r.kind == "generation" and r.fields["joined"]]
         moved = [r for r in records if r.kind == "migration" and joined and r.generation == joined[0].generation]
@@ -129,15 +130,17 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step, 128 tokens each")
     parser.add_argument("--comm", choices=("elastic", "gloo"), default="elastic")
     parser.add_argument("--waiting", type=float, default=0.0, help="seconds that every forward and backward waits")
     options = parser.parse_args()
     trials = []
     for _ in range(options.trials):
-        trials.append(run_trial(options.ranks, options.comm, options.steps, options.waiting))
+        trials.append(run_trial(options))
         print(trials[-1], file=sys.stderr, flush=True)
     figures = {item.name: median_of([getattr(trial, item.name) for trial in trials]) for item in fields(Trial)}
-    print_result("rejoin", {"ranks": options.ranks, "comm": options.comm, "waiting": options.waiting, **figures})
+    settings = {name: getattr(options, name) for name in ("ranks", "batch", "comm", "waiting")}
+    print_result("rejoin", {**settings, **figures})
 
 
 if __name__ == "__main__":
