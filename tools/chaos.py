@@ -67,16 +67,47 @@ NODE_SECONDS = 600.0
 """Seconds that agents may take until all ranks of a job are back."""
 JOB_SECONDS = 1800.0
 """Seconds that a job of the kind ``outside`` may take for all its losses."""
+STATE = ("--elastic-snapshot", "state")
+MUON = ("--optimizer", "muon")
 LOST_STEPS = re.compile(r'"lost_steps":([1-9]\d*)')
 KINDS = {"outside": 4, "script": 3, "nodes": 3, "hosts": 1, "links": 1}
 """Kind of job → its share."""
-SETTINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    ((), ("--elastic-migrate-after", "0")),
-    ((), ("--elastic-comm", "gloo"), ("--elastic-transport", "tcp")),
-    ((), ("--num-workers", "1")),
-    ((), ("--elastic-overlap", "both", "--elastic-bucket-elements", "1")),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Flags that a job may have. ``fits``: whether a layout takes them; ``exact``: whether exact mode does."""
+
+    words: tuple[str, ...]
+    fits: Callable[[Layout], bool] = lambda layout: True
+    exact: bool = True
+
+
+SETTINGS: tuple[tuple[Setting, ...], ...] = (
+    (
+        Setting(("--elastic-migrate-after", "0")),
+        Setting(("--elastic-migration", "blocking", "--elastic-migrate-after", "0")),
+        Setting(("--elastic-ownership", "contiguous")),
+    ),
+    (Setting(("--elastic-comm", "gloo")), Setting(("--elastic-transport", "tcp"))),
+    (Setting(("--num-workers", "1")),),
+    (Setting(("--elastic-overlap", "both", "--elastic-bucket-elements", "1")),),
+    (
+        Setting(("--elastic-expert-balance", "homes"), lambda layout: layout.experts > 1),
+        Setting(("--elastic-expert-balance", "replicas"), lambda layout: layout.experts > 1),
+        Setting(("--elastic-schedule", "zero-bubble"), lambda layout: layout.pipeline > 1 == layout.chunks),
+        Setting(("--elastic-tensor", "park"), lambda layout: layout.tensor > 1),
+    ),
+    (
+        Setting(("--bf16",)),
+        Setting(MUON, exact=False),
+        Setting(("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")),
+        Setting(("--sequence-parallel",), lambda layout: layout.tensor > 1),
+    ),
+    (Setting(("--no-elastic-background-save",)), Setting(STATE)),
 )
-"""Of each line a job has the first, the default, in half of all cases, else one of the others."""
+"""Of each line a job has nothing in half of all cases, else one of those that fit."""
+NODES = Layout(1, 1, 4)
 CUT = Quality(lost=1.0)
 NETWORKS = {
     "late": Quality(delay=0.02, jitter=0.01),
@@ -125,7 +156,7 @@ def drawn(seed: str, number: int) -> Job:
     dice = random.Random(f"{seed}.{number}")
     kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
     layout = dice.choice(list(LAYOUTS))
-    sizes = LAYOUTS[layout]
+    sizes = NODES if kind == "nodes" else LAYOUTS[layout]
     ranks, can_be_exact = sizes.ranks, sizes.chunks == sizes.experts == sizes.context == 1
     flags: list[str] = []
     if kind == "outside" and dice.random() < 0.5:
@@ -133,16 +164,18 @@ def drawn(seed: str, number: int) -> Job:
         slow = f"slow:rank={dice.randrange(ranks)},step=3-4000,factor={dice.choice((2, 4))}"
         flags += ["--elastic-allow-inject", "--elastic-inject", dice.choice((late, slow))]
     etcd = kind == "nodes" and dice.random() < 0.5
+    exact = kind == "outside" and can_be_exact and dice.random() < 0.3
     if kind in ("outside", "nodes"):
-        for usual, *others in SETTINGS:
-            able = [words for words in others if not (etcd and "gloo" in words)]  # gloo takes its store from an agent
-            flags += usual if dice.random() < 0.5 else dice.choice(able)
+        for line in SETTINGS:
+            able = [setting.words for setting in line if setting.fits(sizes) and (setting.exact or not exact)]
+            able = [words for words in able if not (etcd and "gloo" in words)]  # gloo takes its store from an agent
+            flags += dice.choice(able) if able and dice.random() < 0.5 else ()
     return Job(
         kind=kind,
-        layout=layout,
+        layout=str(sizes) if kind == "nodes" else layout,
         faults=dice.randint(4, 12) if kind == "outside" else dice.randint(1, 3),
         dice=dice.randrange(10**6),
-        exact=kind == "outside" and can_be_exact and dice.random() < 0.3,
+        exact=exact,
         flags=tuple(flags),
         full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
         unsteady=kind == "outside" and dice.random() < 0.3,
@@ -193,6 +226,11 @@ def _script(job: Job, folder: Path, played: Played) -> None:
         raise
 
 
+def _rules(job: Job) -> Rules:
+    """With Muon copies receive stepped state, whatever the flags say."""
+    return Rules(exact=job.exact, state_mode={STATE[-1], MUON[-1]} & {*job.flags} != set())
+
+
 def _flags(job: Job, folder: Path) -> list[str]:
     exact = EXACT if job.exact else ()
     return [*DROPOUT, *RATES, *PHASES, *TWO, *exact, *cached(folder), *job.flags]
@@ -206,7 +244,7 @@ def _command(job: Job, folder: Path, *launch: str) -> list[str]:
 
 
 def _outside(job: Job, folder: Path, played: Played) -> None:
-    played.rules = Rules(exact=job.exact)
+    played.rules = _rules(job)
     name, layout = f"chaos-{job.dice}-{os.getpid()}", LAYOUTS[job.layout]
     command = _command(job, folder, "--rdzv-id", name)
     if job.full_disk:
@@ -258,6 +296,7 @@ def _drain(name: str, rank: int) -> None:
 def _nodes(job: Job, folder: Path, played: Played) -> None:
     """Four ranks on two agents, or six on three."""
     dice, nodes = random.Random(job.dice), 2 + job.dice % 2
+    played.rules = _rules(job)
     plain = elastic_command(
         *(folder / "events", 2 * nodes, 1, 1, MANY),
         *(*_flags(job, folder), "--save", str(folder / "saved"), "--global-batch-size", str(4 * nodes)),
