@@ -40,15 +40,29 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.elastic.observe.events import read_events
 from tests.chaos.test_training_chaos import Havoc
 from tests.chaos.unsteady import Unsteady
 from tests.chaos.wire import Quality, wire
 from tests.cluster.history import drawn as drawn_scenario
 from tests.cluster.history import rules_of, shrunk
 from tests.integration.cable import cable
-from tests.integration.elastic_job import ROOT, elastic_command, elastic_job, environment_of
+from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, environment_of
 from tests.integration.etcd_server import etcd_members
-from tests.integration.kill_walk import DROPOUT, LAYOUTS, MANY, PHASES, RATES, TWO, Watch, cached
+from tests.integration.kill_walk import (
+    DROPOUT,
+    LAYOUTS,
+    MANY,
+    PHASES,
+    RATES,
+    ROUNDING,
+    TWO,
+    Watch,
+    cached,
+    compare,
+    training_flags,
+    undisturbed,
+)
 from tests.integration.launcher import start_launcher
 from tests.integration.launcher_cluster import Cluster, descendants, is_alive
 from tests.integration.ports import free_port
@@ -275,6 +289,19 @@ def _outside(job: Job, folder: Path, played: Played) -> None:
             played.output = watch.said.read_text()[-6000:]
     allowed = (DRAINED, UNSAVED) if job.full_disk else (DRAINED,)
     assert code in allowed, f"exit status {code}"
+    _same_losses(job, folder)
+
+
+def _same_losses(job: Job, folder: Path) -> None:
+    """Assert that the job committed the losses, and found the validation losses, of an undisturbed run."""
+    layout = LAYOUTS[job.layout]
+    result = JobResult(0, (folder / "output.txt").read_text(errors="replace"), read_events(folder / "events"))
+    further = (*PHASES[:4], *training_flags((*(EXACT if job.exact else ()), *job.flags)), *cached(folder))
+    reference = undisturbed(folder / "undisturbed" / "events", layout, max(result.committed), *further)
+    worst = compare(result, reference)
+    print(f"  losses deviate by {worst:.1e}", flush=True)
+    bound = 0.0 if job.exact else ROUNDING
+    assert worst <= bound, f"losses deviate by {worst:.1e}, allowed are {bound:.0e}"
 
 
 def _trouble(machine: Unsteady, dice: random.Random) -> int:

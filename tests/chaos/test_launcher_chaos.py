@@ -10,6 +10,8 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
+
 from tests.integration.launcher_cluster import Cluster, children, cluster, is_alive
 
 FOREVER = ("--seconds", "6000")
@@ -97,19 +99,8 @@ def test_stopping_worker_and_parent_and_killing_the_agent_leaves_nothing() -> No
 
 def listening_ports(pid: int) -> list[int]:
     """TCP ports on which ``pid`` listens."""
-    inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            target = os.readlink(fd)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return sorted(ports)
+    connections = psutil.Process(pid).net_connections("tcp")
+    return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
 
 
 def test_garbage_on_every_port_and_console_harms_no_rank() -> None:

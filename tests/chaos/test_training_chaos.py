@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.elastic.observe.events import read_events
@@ -60,8 +61,8 @@ def workers(launcher: int) -> dict[int, int]:
     """
     found = dict[int, int]()
     for pid in descendants(launcher):
-        with contextlib.suppress(OSError):
-            files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        with contextlib.suppress(psutil.Error):
+            files = [file.path for file in psutil.Process(pid).open_files()]
             ranks = {int(log[1]) for log in (re.search(r"rank(\d+)\.jsonl$", file) for file in files) if log}
             if len(ranks) == 1 and is_alive(pid):
                 found.setdefault(ranks.pop(), pid)

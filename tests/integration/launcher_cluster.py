@@ -38,10 +38,12 @@ def is_alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    found = []
+    found, tasks = list[int](), list[Path]()
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    for task in tasks:
+        with contextlib.suppress(OSError):  # that thread has ended, others may have children
+            found += map(int, (task / "children").read_text().split())
     return found
 
 

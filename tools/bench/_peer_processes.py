@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tools.bench._jobs import ROOT, environment
 
 __all__ = ["Command", "Job", "words_of"]
@@ -112,9 +114,9 @@ class Job:
         """From the event logs that this project's ranks hold open."""
         found = {}
         for pid in self.processes():
-            with contextlib.suppress(OSError):
-                for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                    match = re.search(r"/rank(\d+)\.jsonl$", os.readlink(descriptor))
+            with contextlib.suppress(psutil.Error):
+                for file in psutil.Process(pid).open_files():
+                    match = re.search(r"/rank(\d+)\.jsonl$", file.path)
                     if match:
                         found[int(match[1])] = pid
         return found
