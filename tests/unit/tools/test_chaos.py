@@ -22,6 +22,25 @@ def test_jobs_are_a_function_of_the_seed_and_of_every_kind() -> None:
     assert exact and all(layout.experts == layout.chunks == 1 for layout in exact), "others are refused at the start"
 
 
+def test_every_setting_is_drawn_where_it_fits() -> None:
+    jobs = [job for job in (chaos.drawn("7", number) for number in range(2000)) if job.kind in ("outside", "nodes")]
+    for setting in (setting for line in chaos.SETTINGS for setting in line):
+        having = [job for job in jobs if contains(job.flags, setting.words)]
+        assert having and all(setting.fits(chaos.layout_of(job.kind, job.layout)) for job in having), setting
+        assert setting.exact or not any(job.exact for job in having), setting
+    assert not any(job.etcd and "gloo" in job.flags for job in jobs), "refused at the start"
+
+
+def contains(flags: tuple[str, ...], words: tuple[str, ...]) -> bool:
+    return any(flags[at : at + len(words)] == words for at in range(len(flags)))
+
+
+def test_copies_that_receive_state_may_go_back_a_step() -> None:
+    jobs = [chaos.drawn("7", number) for number in range(200)]
+    assert {chaos._rules(job).state_mode for job in jobs if "state" in job.flags or "muon" in job.flags} == {True}
+    assert {chaos._rules(job).state_mode for job in jobs if not {"state", "muon"} & {*job.flags}} == {False}
+
+
 def good(job: chaos.Job, folder: Path, played: chaos.Played) -> None:
     played.faults = 2
     history = Job(0, 3)
