@@ -25,6 +25,7 @@ several tries. The last line is one JSON object; exit status 1 if a job failed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -36,12 +37,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.elastic.observe.events import read_events
-from tests.chaos.test_training_chaos import Havoc
+from tests.chaos.test_training_chaos import Havoc, Reshaping
 from tests.chaos.unsteady import Unsteady
 from tests.chaos.wire import Quality, wire
 from tests.cluster.history import drawn as drawn_scenario
@@ -146,10 +147,14 @@ class Job:
     """Between losses the wall clock jumps, and the disk is slow at times."""
     drains: bool = False
     etcd: bool = False
+    through: tuple[Layout, ...] = ()
+    """Sizes that a user asks for in turn while ranks are lost. Some may be refused."""
 
     def __str__(self) -> str:
-        words = [f"{name}={value}" for name, value in vars(self).items() if value and name not in ("kind", "flags")]
-        return " ".join([self.kind, *words, *self.flags])
+        left_out = ("kind", "flags", "through")
+        words = [f"{name}={value}" for name, value in vars(self).items() if value and name not in left_out]
+        through = [f"through={'|'.join(map(str, self.through))}"] if self.through else []
+        return " ".join([self.kind, *words, *through, *self.flags])
 
 
 @dataclass
@@ -183,6 +188,7 @@ def drawn(seed: str, number: int) -> Job:
             able = [setting.words for setting in line if setting.fits(sizes) and (setting.exact or not exact)]
             able = [words for words in able if not (etcd and "gloo" in words)]  # gloo takes its store from an agent
             flags += dice.choice(able) if able and dice.random() < 0.5 else ()
+    through = _sizes(sizes, dice) if kind == "outside" and dice.random() < 0.3 else ()
     return Job(
         kind=kind,
         layout=layout,
@@ -192,9 +198,22 @@ def drawn(seed: str, number: int) -> Job:
         flags=tuple(flags),
         full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
         unsteady=kind == "outside" and dice.random() < 0.3,
-        drains=dice.random() < 0.3,
+        drains=dice.random() < 0.3 and not through,  # no rank of a single replica may leave
         etcd=etcd,
+        through=through,
     )
+
+
+def _sizes(layout: Layout, dice: random.Random) -> tuple[Layout, ...]:
+    """Return some sizes of as many ranks as ``layout`` has, and at the end its own."""
+    powers = [2**power for power in range(4)]
+    every = [
+        Layout(tensor, pipeline, data, experts=experts, context=context)
+        for tensor, pipeline, data, context in itertools.product(powers, powers, powers, (1, 2))
+        for experts in ((1,) if layout.experts == 1 else (1, 2, 4))
+        if tensor * pipeline * data * context == layout.ranks and experts <= data
+    ]
+    return (*dice.sample(every, 3), layout)
 
 
 def layout_of(kind: str, name: str) -> Layout:
@@ -271,17 +290,20 @@ def _outside(job: Job, folder: Path, played: Played) -> None:
         command = ["unshare", "--mount", "sh", "-c", inside]
     watch = Watch(folder / "output.txt", folder / "events")
     machine = Unsteady(folder / "machine") if job.unsteady else None
+    reshaping = Reshaping(name, job.through)
     with watch.said.open("w") as out:
         launcher = start_launcher(command, environment_of(machine.environment if machine else None), out)
         try:
             dice = random.Random(job.dice)
             havoc = Havoc(launcher, watch, layout.ranks, dice, JOB_SECONDS)
-            while havoc.lost.total() < job.faults:
-                troubles = 0 if machine is None else _trouble(machine, dice)
-                before = havoc.lost.total()
-                havoc.strike()
-                played.faults += havoc.lost.total() - before + troubles
             havoc.wait_until_whole()
+            with reshaping.going_round() if job.through else nullcontext():
+                while havoc.lost.total() < job.faults:
+                    troubles = 0 if machine is None else _trouble(machine, dice)
+                    before = havoc.lost.total()
+                    havoc.strike()
+                    played.faults += havoc.lost.total() - before + troubles
+                havoc.wait_until_whole()
             if job.drains:
                 _drain(name, job.dice % layout.ranks)
             launcher.send_signal(signal.SIGTERM)
@@ -293,6 +315,10 @@ def _outside(job: Job, folder: Path, played: Played) -> None:
             played.output = watch.said.read_text()[-6000:]
     allowed = (DRAINED, UNSAVED) if job.full_disk else (DRAINED,)
     assert code in allowed, f"exit status {code}"
+    if job.through:
+        done = sum("since step" in line for line in reshaping.told)
+        print(f"  reshaped {done} times of {len(reshaping.told)}", flush=True)
+        (folder / "told.txt").write_text("\n".join(reshaping.told))
     _same_losses(job, folder, layout, watch.said.read_text(errors="replace"))
 
 

@@ -122,12 +122,25 @@ class Reshaping:
     told: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
+    @contextlib.contextmanager
+    def going_round(self) -> Iterator[None]:
+        """Beside the block, from its begin to its end."""
+        asking = threading.Thread(target=self.go_round)
+        asking.start()
+        try:
+            yield
+        finally:
+            self.ended.set()
+            asking.join(SECONDS)
+
     def go_round(self) -> None:
         """Ask for the sizes in turn until ``ended``; each request is over before the next."""
         for sizes in itertools.cycle(self.through):
             if self.ended.is_set():
                 return
-            words = ("--tp", str(sizes.tensor), "--pp", str(sizes.pipeline), "--dp", str(sizes.data))
+            words = ["--tp", str(sizes.tensor), "--pp", str(sizes.pipeline), "--dp", str(sizes.data)]
+            words += ["--cp", str(sizes.context)] if sizes.context > 1 else []
+            words += ["--ep", str(sizes.experts)] if sizes.experts > 1 else []
             asked = subprocess.run(
                 [sys.executable, "-m", "megatron.elastic.ctl", "reshape", *words, "--run-id", self.run_id],
                 cwd=ROOT,
@@ -205,17 +218,7 @@ def test_losses_at_any_instant_on_the_way_through_other_sizes(tmp_path: Path) ->
     """TP 2 x PP 2 x DP 2 becomes TP 1 x PP 4 x DP 2, TP 4 x PP 1 x DP 2 and itself again, at least once."""
     reshaping = Reshaping(f"reshape-{os.getpid()}", (Layout(1, 4, 2), Layout(4, 1, 2), Layout(2, 2, 2)))
 
-    @contextlib.contextmanager
-    def beside() -> Iterator[None]:
-        asking = threading.Thread(target=reshaping.go_round)
-        asking.start()
-        try:
-            yield
-        finally:
-            reshaping.ended.set()
-            asking.join(SECONDS)
-
-    result = survived(tmp_path, Layout(2, 2, 2), a_seed(), LOSSES, reshaping.run_id, beside)
+    result = survived(tmp_path, Layout(2, 2, 2), a_seed(), LOSSES, reshaping.run_id, reshaping.going_round)
     print(*reshaping.told, sep="\n")
     assert all("since step" in line for line in reshaping.told), reshaping.told
     sizes = [tuple(map(int, found)) for found in re.findall(r"reshape: TP (\d), PP (\d), DP (\d) since", result.output)]
