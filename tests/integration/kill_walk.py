@@ -77,6 +77,8 @@ TWO = ("--elastic-mirrors", "2")
 """Where two ranks are lost at once: with one mirror they may share a block (of tied embeddings even across stages)."""
 DRAINED = 3
 ROUNDING = 1e-5
+SUMS = ("--elastic-exact", "--elastic-comm")
+"""Flags of the engine that decide how sums are rounded; the communicator in tensor-parallel groups above 2."""
 INJECTED = r"(?<!Fault: )injected \w+: rank (\d+), step (-?\d+), (\w+) .*wall time ([\d.]+)"
 """A fault as it happens; a traceback that tells of it again does not count."""
 NAMING = ("save_whole", "save_named", "save_tracked")
@@ -437,7 +439,7 @@ def training_flags(flags: Sequence[str]) -> list[str]:
     """``flags`` without those that do not matter to an undisturbed run: of the engine but its sums, of checkpoints."""
     kept, drop = list[str](), False
     for word in flags:
-        of_engine = word.startswith(("--elastic-", "--save")) and word != "--elastic-exact"
+        of_engine = word.startswith(("--elastic-", "--save")) and word not in SUMS
         drop = of_engine or (drop and not word.startswith("--"))
         kept += [] if drop else [word]
     return kept
