@@ -150,6 +150,9 @@ class ClusterFabric(Fabric):
     def unfinished(self) -> bool:
         return self._cut_off
 
+    def cut_off_by(self) -> int:
+        return self._frozen if self._cut_off and self._frozen > self.generation else 0
+
     def break_off(self) -> None:
         """This process is killed: not all that it has sent arrives."""
         if not self.closed:

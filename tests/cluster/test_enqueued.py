@@ -7,6 +7,7 @@ tells of it.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import EditReport
+from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
+from megatron.elastic.engine.transaction import phases
 from megatron.elastic.engine.transaction.phases import StepBody
 from tests.cluster import cluster as clusters
 from tests.cluster.checks import check
@@ -91,6 +95,42 @@ def test_a_vote_is_not_taken_again_over_what_a_rank_had_only_enqueued(
     check(cluster)
     kinds = Counter(outcome.resolution.kind for process in cluster.finished for outcome in process.recoveries)
     assert kinds == {"rerun" if cut_off else "revote": 4}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["step", "evaluation"])
+@pytest.mark.parametrize("believed", [False, True], ids=["with the rule", "without"])
+def test_an_error_of_what_a_cut_off_collective_left_ends_no_rank(
+    believed: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link of rank 2 breaks. Rank 1 waits in a collective of the model, then reads sizes that nobody has written."""
+    fabrics, failed, edit, run_pass = dict[int, ClusterFabric](), set[int](), ClusterFabric.edit, Executor.run
+
+    def edited(fabric: ClusterFabric, *given: Any) -> EditReport:
+        fabrics[fabric.rank] = fabric
+        return edit(fabric, *given)
+
+    def passed(executor: Executor, work: Pass) -> PassResult:
+        rank = executor._cell.ranks[executor._position]
+        if work.training == training and rank in (1, 2) and rank not in failed:
+            failed.add(rank)
+            if rank == 2:
+                raise CommError("a link broke")
+            fabric = fabrics[rank]
+            fabric.scheduler.wait(lambda: fabric._frozen > fabric.generation)
+            fabric.never(torch.zeros(1))
+            raise ValueError("a tensor of -1 elements")
+        return run_pass(executor, work)
+
+    monkeypatch.setattr(ClusterFabric, "edit", edited)
+    monkeypatch.setattr(Executor, "run", passed)
+    if believed:
+        monkeypatch.setattr(phases, "as_interruption", lambda fabric: nullcontext())
+        with pytest.raises(ValueError, match="a tensor of -1 elements"):
+            check(run("dp4 steps=4 seed=2 back=never evaluate=1"))
+    else:
+        cluster = run("dp4 steps=4 seed=2 evaluate=1")
+        check(cluster)
+        assert failed == {1, 2} and all(len(process.recoveries) == 1 for process in cluster.finished)
 
 
 @pytest.mark.parametrize(

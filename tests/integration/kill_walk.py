@@ -275,7 +275,14 @@ def cached(folder: Path) -> tuple[str, str]:
     return ("--data-cache-path", str(folder / "cache"))
 
 
-def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str, script: Path = SCRIPT) -> JobResult:
+def undisturbed(
+    folder: Path,
+    layout: Layout,
+    steps: int,
+    *flags: str,
+    script: Path = SCRIPT,
+    environment: dict[str, str] | None = None,
+) -> JobResult:
     """The same training without faults, ended after ``steps``; on fewer ranks (:attr:`Layout.plain`)."""
     plain = layout.plain
     result = elastic_job(
@@ -293,6 +300,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str, script: P
         str(steps),
         seconds=3000.0,
         script=script,
+        environment=environment,
     )
     assert result.code == 0, result.output[-4000:]
     return result

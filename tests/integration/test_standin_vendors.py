@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import JobResult, deviation_without_loss, elastic_job
+from tests.integration.elastic_job import ROOT, JobResult, deviation_without_loss, elastic_job
 from tests.integration.kill_walk import DROPOUT, TWO
 from tests.integration.test_rank_orders import BACK
 from tests.standin.library import build
@@ -30,10 +30,16 @@ def environment(folder: Path, version: str) -> dict[str, str]:
     return with_hccl(folder) if version == "hccl" else with_nccl(folder, version)
 
 
-def job(folder: Path, version: str, *flags: str, layout: tuple[int, int, int] = (4, 1, 1)) -> JobResult:
-    return elastic_job(
-        folder / "events", *layout, STEPS, *DROPOUT, *TWO, *flags, environment=environment(folder, version), seconds=200
-    )
+def job(
+    folder: Path,
+    version: str,
+    *flags: str,
+    layout: tuple[int, int, int] = (4, 1, 1),
+    script: Path = ROOT / "pretrain_gpt.py",
+) -> JobResult:
+    more = (*DROPOUT, *TWO, *flags)
+    place = environment(folder, version)
+    return elastic_job(folder / "events", *layout, STEPS, *more, environment=place, seconds=200, script=script)
 
 
 def losing(*faults: str) -> tuple[str, str, str]:
@@ -74,3 +80,42 @@ def test_stages_and_tensor_parallel_groups_lose_a_rank(tmp_path: Path, version: 
     faults = losing("kill:rank=3,step=2,point=mid_backward")
     killed = job(tmp_path / "killed", version, *flags, *faults, layout=(4, 2, 1))
     assert deviation_without_loss(whole, killed) <= 1e-3
+
+
+READS_MASK = """
+import torch
+
+import pretrain_gpt
+
+read = pretrain_gpt.get_batch
+
+
+def checked(*given):
+    batch, packed = read(*given)
+    if batch[2] is not None and not bool(torch.isfinite(batch[2]).all()):
+        raise ValueError("the loss mask is not finite")
+    return batch, packed
+
+
+if __name__ == "__main__":
+    pretrain_gpt.get_batch = checked
+    pretrain_gpt.main()
+"""
+"""A user's script that looks at a batch as soon as it is there."""
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["as launched", "looks at the batch"])
+@pytest.mark.parametrize("version", ["full", "basic", "hccl"])
+def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, looks: bool) -> None:
+    """The others of its tensor-parallel group wait for its samples, and the library lets them go on without."""
+    flags = ("--no-create-attention-mask-in-dataloader", "--eval-interval", "4", "--eval-iters", "2")
+    script = ROOT / "pretrain_gpt.py"
+    if looks:
+        script = tmp_path / "looks.py"
+        script.write_text(READS_MASK)
+    whole = job(tmp_path / "whole", version, *flags, layout=(4, 2, 1), script=script)
+    for point in ("mid_forward", "in_evaluate"):
+        faults = losing(f"kill:rank=0,losses=0,point={point}")
+        killed = job(tmp_path / point, version, *flags, *faults, layout=(4, 2, 1), script=script)
+        assert deviation_without_loss(whole, killed) <= 1e-6
+        assert {record.fields["lost_rank"] for record in killed.of("loss")} == {0}

@@ -192,6 +192,14 @@ class Fabric(ABC):
         """
         return False
 
+    def cut_off_by(self) -> int:
+        """Return the generation whose interruption ended operations of this one before they were done; 0 if none did.
+
+        What these operations were to write is undefined from then on, and so is what is computed with it, until an
+        edit. An error of such a computation may be due to that.
+        """
+        return 0
+
     @abstractmethod
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose message this process is blocked on now (for hang detection)."""

@@ -141,8 +141,8 @@ class DeviceFabric(NativeFabric):
         """The stream of operations in the background."""
         self._settling = threading.RLock()
         self._interrupting = threading.Lock()
-        self._cut_off = False
-        """An interruption has ended operations of this generation that were not done."""
+        self._cut_off = 0
+        """Generation whose interruption has ended operations of this one that were not done; 0 if there are none."""
         self._revoking: list[threading.Thread] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
@@ -160,7 +160,7 @@ class DeviceFabric(NativeFabric):
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
         with self._interrupting:
-            revoking, self._revoking, self._cut_off = self._revoking, [], False
+            revoking, self._revoking, self._cut_off = self._revoking, [], 0
         for thread in revoking:
             thread.join()
         if self._stream is not None:
@@ -177,7 +177,7 @@ class DeviceFabric(NativeFabric):
             self.outbox.void(generation)
             older = [held for held in list(self._held.values()) if held.settled < generation]
             stuck = [held for held in older if held.in_flight()]
-            self._cut_off = self._cut_off or bool(stuck)  # before any of them ends by it
+            self._cut_off = generation if stuck else self._cut_off  # before any of them ends by it
             self._revoking += _begun([partial(self._revoke, held) for held in stuck])
 
     def _revoke(self, held: Held) -> None:
@@ -198,7 +198,10 @@ class DeviceFabric(NativeFabric):
     def unfinished(self) -> bool:
         with self._on_device():
             under_way = any(held.in_flight() for held in list(self._held.values()))
-        return under_way or self._cut_off  # in this order: an operation may be ended in between
+        return under_way or self._cut_off > 0  # in this order: an operation may be ended in between
+
+    def cut_off_by(self) -> int:
+        return self._cut_off
 
     def waiting_for(self) -> tuple[int, ...]:
         with self._on_device():

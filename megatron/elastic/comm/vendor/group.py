@@ -210,7 +210,10 @@ class DeviceGroup(NativeGroup):
         items, opts = broadcast_in(tensors, args, kwargs)
 
         def vendor(communicator: VendorCommunicator, read: Tensors, written: Tensors) -> None:
-            communicator.broadcast(written[0], self._vendor_rank(communicator, opts.rootRank))
+            root = self._vendor_rank(communicator, opts.rootRank)
+            if communicator.order[root] != self._fabric_rank:
+                zero_integers(written)
+            communicator.broadcast(written[0], root)
 
         host: HostCall = lambda r, w: super(DeviceGroup, self).broadcast(w, opts)
         return self._run(items, items, None, vendor, host)
@@ -224,7 +227,9 @@ class DeviceGroup(NativeGroup):
         return self._run([input], [output], None, lambda c, r, w: self._gather_rows(c, r, self._parts(w[0])), host)
 
     def _gather_rows(self, communicator: VendorCommunicator, read: Tensors, rows: Tensors) -> None:
-        rows[self._seat(self._fabric_rank)].view(-1).copy_(read[0].view(-1))
+        own = self._seat(self._fabric_rank)
+        zero_integers([row for seat, row in enumerate(rows) if seat != own])  # that one may be the memory to be read
+        rows[own].view(-1).copy_(read[0].view(-1))
         with communicator.batch():
             for place, rank in enumerate(communicator.order):
                 communicator.broadcast(rows[self._seat(rank)], place)
@@ -248,6 +253,7 @@ class DeviceGroup(NativeGroup):
 
     def _exchange(self, communicator: VendorCommunicator, sent: Tensors, received: Tensors) -> None:
         own = self._seat(self._fabric_rank)
+        zero_integers(received)
         received[own].copy_(sent[own])
         with communicator.batch():
             for place, rank in enumerate(communicator.order):
@@ -291,6 +297,7 @@ class DeviceGroup(NativeGroup):
 
     def _exchange_by_library(self, batch: Sequence[Message]) -> None:
         dense = [message.tensor.detach().contiguous() for message in batch]
+        zero_integers([tensor for message, tensor in zip(batch, dense, strict=True) if not message.sends])
         with self._devices.using(self) as communicator, communicator.batch():
             for message, tensor in zip(batch, dense, strict=True):
                 move = communicator.send if message.sends else communicator.recv
@@ -359,6 +366,17 @@ class DeviceGroup(NativeGroup):
         if splits:
             return list(flat.split(list(splits)))
         return list(flat.view(-1).view(self.size(), -1).unbind())
+
+
+def zero_integers(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill integers that the library is about to write with zeros, enqueued like it.
+
+    An interruption may end the operation before it has written. What it leaves is read until the host finds out, and
+    then integers of any value would be indices outside a table, which break a device's context, and sizes of tensors.
+    """
+    for tensor in tensors:
+        if not tensor.dtype.is_floating_point:
+            tensor.zero_()
 
 
 def kind_of(op: Any) -> dist.ReduceOp.RedOpType:

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.cut_off import as_interruption
 from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
@@ -148,54 +149,56 @@ class StepBody:
 
         ``gathering``: wait for the parameters of each unit when it is computed.
 
-        Raises ``RuntimeError`` if a recovery or a migration has left parameters without values (rule 31).
+        Raises ``RuntimeError`` if a recovery or a migration has left parameters without values (rule 31), and what the
+        model raises, unless collectives were cut off (rule 32).
         """
         tools = self._tools
-        if training:
-            tools.arena.zero_gradients()
-        if self._executor is None:
+        with as_interruption(tools.fabric):
+            if training:
+                tools.arena.zero_gradients()
+            if self._executor is None:
+                if gathering is not None:
+                    gathering.complete()
+                return PassResult()
+            if gathering is None and not tools.arena.filled:
+                raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
+            batches = self._batches(step, self._executor.data_pieces())
+            tools.publish("compute", ())
+            grid, balance, scaling = self._view.plan.grid, tools.settings.hyper.balance, tools.settings.hyper.scaling
+            behind = self._background if training and self._background is not None and self._background.early else None
+            if behind is not None:
+                behind.begin()
+            work = Pass(
+                step=step.step,
+                address=step.address,
+                forward_step=step.forward_step,
+                batches=batches,
+                scope=lambda piece: self._scope(step, piece),
+                reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
+                drag=lambda spent: tools.drag(step.step, spent),
+                timeline=tools.timeline,
+                loss_scale=record.loss_scale if training else 1.0,
+                per_token=tools.settings.per_token_loss,
+                # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over
+                # replicas, so a loss scale overflows at the same values as in Megatron.
+                microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
+                training=training,
+                expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
+                scales={} if scaling is None else scaling.scales(record.fp8_scales),
+                final=_at_no_end if behind is None else behind.final,
+                between=_nothing if behind is None else behind.advance,
+                aside=lambda: sum(one.aside_ns for one in (behind, gathering) if one is not None),
+            )
+            with nullcontext() if gathering is None else tools.interface.announcing(gathering.wait_for):
+                result = self._executor.run(work)
             if gathering is not None:
                 gathering.complete()
-            return PassResult()
-        if gathering is None and not tools.arena.filled:
-            raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
-        batches = self._batches(step, self._executor.data_pieces())
-        tools.publish("compute", ())
-        grid, balance, scaling = self._view.plan.grid, tools.settings.hyper.balance, tools.settings.hyper.scaling
-        behind = self._background if training and self._background is not None and self._background.early else None
-        if behind is not None:
-            behind.begin()
-        work = Pass(
-            step=step.step,
-            address=step.address,
-            forward_step=step.forward_step,
-            batches=batches,
-            scope=lambda piece: self._scope(step, piece),
-            reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
-            drag=lambda spent: tools.drag(step.step, spent),
-            timeline=tools.timeline,
-            loss_scale=record.loss_scale if training else 1.0,
-            per_token=tools.settings.per_token_loss,
-            # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over replicas, so
-            # a loss scale overflows at the same values as in Megatron.
-            microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
-            training=training,
-            expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
-            scales={} if scaling is None else scaling.scales(record.fp8_scales),
-            final=_at_no_end if behind is None else behind.final,
-            between=_nothing if behind is None else behind.advance,
-            aside=lambda: sum(one.aside_ns for one in (behind, gathering) if one is not None),
-        )
-        with nullcontext() if gathering is None else tools.interface.announcing(gathering.wait_for):
-            result = self._executor.run(work)
-        if gathering is not None:
-            gathering.complete()
-        if training and behind is None:
-            gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
-            tools.interface.finish_gradients(gradients)
-            if self._compares(step.step):
-                self._compare_replicas(step.step, gradients)
-        return result
+            if training and behind is None:
+                gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
+                tools.interface.finish_gradients(gradients)
+                if self._compares(step.step):
+                    self._compare_replicas(step.step, gradients)
+            return result
 
     def _compares(self, step: int) -> bool:
         """Return whether the gradients of this step are compared within this rank's tensor-parallel group."""
