@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import EditReport
 from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
-from megatron.elastic.engine.transaction import phases
+from megatron.elastic.engine.transaction import fence, phases
 from megatron.elastic.engine.transaction.phases import StepBody
 from tests.cluster import cluster as clusters
 from tests.cluster.checks import check
@@ -124,7 +124,8 @@ def test_an_error_of_what_a_cut_off_collective_left_ends_no_rank(
     monkeypatch.setattr(ClusterFabric, "edit", edited)
     monkeypatch.setattr(Executor, "run", passed)
     if believed:
-        monkeypatch.setattr(phases, "as_interruption", lambda fabric: nullcontext())
+        for module in (phases, fence):
+            monkeypatch.setattr(module, "as_interruption", lambda fabric: nullcontext())
         with pytest.raises(ValueError, match="a tensor of -1 elements"):
             check(run("dp4 steps=4 seed=2 back=never evaluate=1"))
     else:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
+from megatron.elastic.comm.cut_off import as_interruption
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.control.requests import Request
@@ -181,7 +182,8 @@ class Fence:
                 break
             try:
                 if not program.done:
-                    result = body()
+                    with as_interruption(self._fabric):
+                        result = body()
                     program.did(result)
                 dist.barrier(group=self._fabric.world)
                 over = True
