@@ -12,10 +12,7 @@ from tests.chaos.wire import Quality, wire
 from tests.cluster.history import drawn as drawn_scenario
 from tests.cluster.history import rules_of, shrunk
 from tests.integration.elastic_job import elastic_job
-from tests.integration.kill_walk import (
-    DROPOUT,
-    RATES,
-)
+from tests.integration.kill_walk import DROPOUT, RATES
 from tests.integration.test_broken_links import SEVERED
 from tests.integration.test_two_hosts import address, namespaces, running, why_not
 from tests.scenario import in_job

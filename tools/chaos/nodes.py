@@ -14,10 +14,7 @@ from pathlib import Path
 from tests.integration.cable import cable
 from tests.integration.elastic_job import ROOT, elastic_command
 from tests.integration.etcd_server import etcd_members
-from tests.integration.kill_walk import (
-    DRAINED,
-    MANY,
-)
+from tests.integration.kill_walk import DRAINED, MANY
 from tests.integration.launcher_cluster import Cluster, descendants, is_alive
 from tests.integration.ports import free_port
 from tests.scenario.scenario import Layout

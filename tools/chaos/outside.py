@@ -15,12 +15,7 @@ from pathlib import Path
 from tests.chaos.test_training_chaos import Havoc, Reshaping
 from tests.chaos.unsteady import Unsteady
 from tests.integration.elastic_job import ROOT, elastic_command, environment_of
-from tests.integration.kill_walk import (
-    DRAINED,
-    LAYOUTS,
-    MANY,
-    Watch,
-)
+from tests.integration.kill_walk import DRAINED, LAYOUTS, MANY, Watch
 from tests.integration.launcher import start_launcher
 from tests.scenario.scenario import Layout
 from tools.chaos.jobs import Job
