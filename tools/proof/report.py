@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     for name, found in report["sections"].items():
         lines.append(f"| {name} | {_VERDICTS[found['passed']]} | {found['seconds']:.0f} |")
     for name, found in report["sections"].items():
-        about = (SECTIONS[name].__doc__ or "").strip()
+        about = (inspect.getdoc(SECTIONS[name]) or "").strip()
         lines += ["", f"## {name}", "", about, "", *_shown(found)]
     return lines
 

@@ -253,18 +253,33 @@ def phases(recoveries: Iterable[EventRecord]) -> dict[str, float]:
 
 
 def library_edits(machine: Machine, settings: Settings) -> Figures:
-    """A kill in the middle of a reduce through the vendor's library, one rank a device; not possible on one device."""
+    """Kills while the vendor's library is at work, one rank a device; not possible on one device.
+
+    In the middle of a reduce; and, with four devices, of the rank that sends samples to its tensor-parallel group.
+    """
     ranks = min(4, machine.devices)
     if ranks < 3:
         return {"passed": None, "why": "needs three devices: the library refuses two ranks on one"}
+    found = {"reduce": _killed_in_library(machine, "edits", ranks, 1, "mid_reduce")}
+    if ranks == 4:
+        shared = ("--tensor-model-parallel-size", "2", "--no-create-attention-mask-in-dataloader")
+        found["samples"] = _killed_in_library(machine, "samples", ranks, 0, "mid_forward", *shared)
+    return {"passed": all(one["passed"] for one in found.values()), "ranks": ranks, **found}
+
+
+def _killed_in_library(machine: Machine, name: str, ranks: int, victim: int, point: str, *flags: str) -> Figures:
+    """A job that loses ``victim`` at ``point``, and no other rank."""
     size = ("--global-batch-size", str(4 * ranks), "--train-iters", str(MANY))
-    script = ["delay:missing=1,count=0,point=before_step,seconds=0.1", "kill:rank=1,losses=0,point=mid_reduce,wait=1"]
-    run = machine.job("edits", ranks, *MODEL, *size, *faults(script), "--elastic-mirrors", "2", until=whole_again(1))
-    lost = sum(record.fields["lost_steps"] for record in run.of("recovery"))
+    kill = f"kill:rank={victim},losses=0,point={point},wait=1"
+    script = ["delay:missing=1,count=0,point=before_step,seconds=0.1", kill]
+    mirrors = ("--elastic-mirrors", "2")
+    run = machine.job(name, ranks, *MODEL, *size, *flags, *faults(script), *mirrors, until=whole_again(1))
+    lost_steps = sum(record.fields["lost_steps"] for record in run.of("recovery"))
+    lost = sorted({record.fields["lost_rank"] for record in run.of("loss")})
     back = any(record.incarnation for record in run.of("phases"))
     return {
-        "passed": not run.fault and lost == 0 and back,
-        "ranks": ranks,
+        "passed": not run.fault and lost_steps == 0 and back and lost == [victim],
+        "lost": lost,
         "mttr_seconds": mttr(run),
         "fault": run.fault,
     }
