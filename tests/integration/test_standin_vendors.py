@@ -114,8 +114,8 @@ def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, looks: b
         script = tmp_path / "looks.py"
         script.write_text(READS_MASK)
     whole = job(tmp_path / "whole", version, *flags, layout=(4, 2, 1), script=script)
-    for point in ("mid_forward", "in_evaluate"):
-        faults = losing(f"kill:rank=0,losses=0,point={point}")
+    for point, step in (("mid_forward", 3), ("in_evaluate", 4)):
+        faults = losing(f"kill:rank=0,step={step},point={point}")
         killed = job(tmp_path / point, version, *flags, *faults, layout=(4, 2, 1), script=script)
         assert deviation_without_loss(whole, killed) <= 1e-6
         assert {record.fields["lost_rank"] for record in killed.of("loss")} == {0}
