@@ -82,7 +82,7 @@ def test_stages_and_tensor_parallel_groups_lose_a_rank(tmp_path: Path, version: 
     assert deviation_without_loss(whole, killed) <= 1e-3
 
 
-READS_MASK = """
+SHARES_A_VALUE = """
 import torch
 
 import pretrain_gpt
@@ -90,29 +90,34 @@ import pretrain_gpt
 read = pretrain_gpt.get_batch
 
 
-def checked(*given):
-    batch, packed = read(*given)
-    if batch[2] is not None and not bool(torch.isfinite(batch[2]).all()):
-        raise ValueError("the loss mask is not finite")
-    return batch, packed
+def shared(*given):
+    from megatron.core import mpu  # once Megatron is adapted to the device
+
+    sends = mpu.get_tensor_model_parallel_rank() == 0
+    value = torch.ones(1, device="cuda") if sends else torch.empty(1, device="cuda")
+    source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
+    torch.distributed.broadcast(value, src=source, group=group)
+    if value.item() != 1.0:
+        raise ValueError(f"received {value.item()}")
+    return read(*given)
 
 
 if __name__ == "__main__":
-    pretrain_gpt.get_batch = checked
+    pretrain_gpt.get_batch = shared
     pretrain_gpt.main()
 """
-"""A user's script that looks at a batch as soon as it is there."""
+"""A user's script whose ranks share a value, and look at it at once."""
 
 
-@pytest.mark.parametrize("looks", [False, True], ids=["as launched", "looks at the batch"])
+@pytest.mark.parametrize("shares", [False, True], ids=["as launched", "shares a value"])
 @pytest.mark.parametrize("version", ["full", "basic", "hccl"])
-def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, looks: bool) -> None:
+def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, shares: bool) -> None:
     """The others of its tensor-parallel group wait for its samples, and the library lets them go on without."""
     flags = ("--no-create-attention-mask-in-dataloader", "--eval-interval", "4", "--eval-iters", "2")
     script = ROOT / "pretrain_gpt.py"
-    if looks:
-        script = tmp_path / "looks.py"
-        script.write_text(READS_MASK)
+    if shares:
+        script = tmp_path / "shares.py"
+        script.write_text(SHARES_A_VALUE)
     whole = job(tmp_path / "whole", version, *flags, layout=(4, 2, 1), script=script)
     for point, step in (("mid_forward", 3), ("in_evaluate", 4)):
         faults = losing(f"kill:rank=0,step={step},point={point}")
