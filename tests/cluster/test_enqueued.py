@@ -102,7 +102,7 @@ def test_a_vote_is_not_taken_again_over_what_a_rank_had_only_enqueued(
 def test_an_error_of_what_a_cut_off_collective_left_ends_no_rank(
     believed: bool, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link of rank 2 breaks. Rank 1 waits in a collective of the model, then reads sizes that nobody has written."""
+    """A link of rank 2 breaks. Rank 1 waits in a collective of the model, then reads a size that was never written."""
     fabrics, failed, edit, run_pass = dict[int, ClusterFabric](), set[int](), ClusterFabric.edit, Executor.run
 
     def edited(fabric: ClusterFabric, *given: Any) -> EditReport:

@@ -94,10 +94,13 @@ def shared(*given):
     from megatron.core import mpu  # once Megatron is adapted to the device
 
     sends = mpu.get_tensor_model_parallel_rank() == 0
-    value = torch.ones(1, device="cuda") if sends else torch.empty(1, device="cuda")
+    kind = {"dtype": torch.DTYPE, "device": "cuda"}
+    value = torch.ones(1, **kind) if sends else torch.empty(1, **kind)
     source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
     torch.distributed.broadcast(value, src=source, group=group)
-    if value.item() != 1.0:
+    if value.item() != 1:
+        with open("RECEIVED", "a") as received:
+            print(value.item(), file=received)
         raise ValueError(f"received {value.item()}")
     return read(*given)
 
@@ -109,18 +112,20 @@ if __name__ == "__main__":
 """A user's script whose ranks share a value, and look at it at once."""
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["as launched", "shares a value"])
+@pytest.mark.parametrize("shares", ["", "float32", "int64"], ids=["as launched", "shares a value", "shares a number"])
 @pytest.mark.parametrize("version", ["full", "basic", "hccl"])
-def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, shares: bool) -> None:
+def test_who_sends_the_samples_dies_alone(tmp_path: Path, version: str, shares: str) -> None:
     """The others of its tensor-parallel group wait for its samples, and the library lets them go on without."""
     flags = ("--no-create-attention-mask-in-dataloader", "--eval-interval", "4", "--eval-iters", "2")
     script = ROOT / "pretrain_gpt.py"
     if shares:
         script = tmp_path / "shares.py"
-        script.write_text(SHARES_A_VALUE)
+        script.write_text(SHARES_A_VALUE.replace("DTYPE", shares).replace("RECEIVED", str(tmp_path / "received")))
     whole = job(tmp_path / "whole", version, *flags, layout=(4, 2, 1), script=script)
     for point, step in (("mid_forward", 3), ("in_evaluate", 4)):
         faults = losing(f"kill:rank=0,step={step},point={point}")
         killed = job(tmp_path / point, version, *flags, *faults, layout=(4, 2, 1), script=script)
         assert deviation_without_loss(whole, killed) <= 1e-6
         assert {record.fields["lost_rank"] for record in killed.of("loss")} == {0}
+    if shares:  # the values that were never sent; of integers zeros, which break no table
+        assert {*(tmp_path / "received").read_text().split()} == {"nan" if shares == "float32" else "0"}

@@ -1,4 +1,4 @@
-"""How a job of each kind is played."""
+"""The functions that play a job of each kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETWORKS = {
     "changing bits": Quality(changed=0.03),
     "cut": CUT,
 }
-"""What a network may be for a while."""
+"""States of the network between two hosts."""
 
 
 def _script(job: Job, folder: Path, played: Played) -> None:
@@ -46,7 +46,9 @@ def _script(job: Job, folder: Path, played: Played) -> None:
 
 
 def _hosts(job: Job, folder: Path, played: Played) -> None:
-    if why_not():
+    why = why_not()
+    if why:
+        print(f"  not played: {why}", flush=True)
         return
     dice = random.Random(job.dice)
     with namespaces(folder) as both:

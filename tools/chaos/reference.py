@@ -1,4 +1,4 @@
-"""What a job is held against: one history in the logs of its ranks, and the losses of a run without faults."""
+"""The checks of a job: one history in the logs of its ranks, and the losses of a run without faults."""
 
 from __future__ import annotations
 
