@@ -107,19 +107,33 @@ def lives(result: JobResult) -> set[tuple[int, int]]:
     return {(record.rank, record.incarnation) for record in result.of("phases")}
 
 
+SEQUENCE = ("--sequence-parallel",)
+EXPERTS = (*SEQUENCE, "--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "tensor", "pipeline", "devices"), [(2, 1, 1, 4), (2, 2, 1, 4), (4, 2, 1, 4), (4, 2, 1, 1), (4, 1, 2, 1)]
+    ("ranks", "tensor", "pipeline", "devices", "more"),
+    [
+        (2, 1, 1, 4, ()),
+        (2, 2, 1, 4, ()),
+        (4, 2, 1, 4, ()),
+        (4, 2, 1, 1, ()),
+        (4, 1, 2, 1, ()),
+        pytest.param(4, 2, 2, 4, SEQUENCE, id="cut sequence"),
+        pytest.param(4, 2, 1, 4, (*EXPERTS, "--transformer-impl", "local"), id="cut sequence, experts"),
+    ],
 )
 def test_every_layout_trains_as_on_the_cpu_and_the_cpu_goes_on_from_its_checkpoint(
-    tmp_path: Path, ranks: int, tensor: int, pipeline: int, devices: int
+    tmp_path: Path, ranks: int, tensor: int, pipeline: int, devices: int, more: tuple[str, ...]
 ) -> None:
-    expected = saved_by_cpu(tmp_path)
-    flags = (*DROPOUT, *load(tmp_path / "saved"), "--save", str(tmp_path / "back"), "--save-interval", "3")
+    shared = (*DROPOUT, *more)
+    expected = saved_by_cpu(tmp_path, *more)
+    flags = (*shared, *load(tmp_path / "saved"), "--save", str(tmp_path / "back"), "--save-interval", "3")
     environment = on_standin(STANDIN_DEVICES=str(devices))
     result = elastic_job(tmp_path / "events", ranks, tensor, pipeline, STEPS, *flags, environment=environment)
     assert deviation(expected, finished(result)) <= ROUNDING
-    flags = (*DROPOUT, "--load", str(tmp_path / "back"), "--ckpt-step", "3", "--no-load-rng")
+    flags = (*shared, "--load", str(tmp_path / "back"), "--ckpt-step", "3", "--no-load-rng")
     again = finished(elastic_job(tmp_path / "again", 1, 1, 1, STEPS, *flags))
     assert abs(again[STEPS] / expected[STEPS] - 1) <= ROUNDING
 

@@ -26,6 +26,15 @@ def check_a_tensor_keeps_its_values_there_and_back() -> None:
         assert torch.equal(values.t().to("standin:2").t().cpu(), values)
 
 
+def check_a_parameter_that_moves_to_a_device_stays_the_same_object() -> None:
+    """Megatron notes on a parameter what is to happen to its gradient, before its module moves."""
+    norm = torch.nn.LayerNorm(4)
+    weight, norm.weight.sequence_parallel = norm.weight, True
+    norm.to("standin:2")
+    assert norm.weight is weight and weight.sequence_parallel
+    assert weight.device.type == "standin" and weight.tolist() == [1.0] * 4
+
+
 def check_dies_the_host_cannot_read_device_memory() -> None:
     tensor = ones(index=1)
     standin.synchronize(1)

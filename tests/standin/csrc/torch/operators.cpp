@@ -426,6 +426,15 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return number.item();
 }
 
+// A tensor of the host may take the data of one here, as with CUDA and torch-npu: a parameter that moves to the device
+// stays the same object, so that it keeps what Megatron has noted on it.
+bool may_take_data(const at::Tensor& self, const at::Tensor& from) {
+  const auto dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && (tensor.device().is_cpu() || on_device(tensor));
+  };
+  return dense(self) && dense(from);
+}
+
 // ---- operators of which the CPU's version draws from the default generator
 
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
@@ -463,6 +472,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_take_data));
   m.impl("native_dropout", TORCH_FN(dropout));
   m.impl("native_dropout_backward", TORCH_FN(dropout_backward));
   m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
