@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.errors import BadMessage, CommError
+from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault
 from megatron.elastic.engine.transaction.recover import Recovery
@@ -20,8 +21,9 @@ def recovery_of(rank: RankProcess) -> Recovery:
 class Failing:
     """A fenced action that fails on rank 2 for the first ``times`` that it is done after each of ``steps``."""
 
-    def __init__(self, times: int, *steps: int) -> None:
+    def __init__(self, times: int, *steps: int, error: CommError | None = None) -> None:
         self._left = dict.fromkeys(steps, times)
+        self._error = error or CommError("a link broke")
         self.done: dict[int, list[int]] = {}
 
     def __call__(self, rank: RankProcess, step: int) -> None:
@@ -30,13 +32,17 @@ class Failing:
     def _body(self, rank: RankProcess, step: int) -> None:
         if rank.rank == 2 and self._left.get(step, 0):
             self._left[step] -= 1
-            raise CommError("a link broke")
+            raise self._error
         self.done.setdefault(rank.rank, []).append(step)
 
 
-def test_an_error_that_no_loss_explains_makes_new_groups_and_the_work_goes_on() -> None:
+REFUSALS = [CommError("a link broke"), VendorError("ncclCommShrink: remote process exited"), BadMessage(1, "nonsense")]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_an_error_that_no_loss_explains_makes_new_groups_and_the_work_goes_on(error: CommError) -> None:
     """The other ranks may not have seen it: a generation with the same members ends their wait."""
-    failing = Failing(1, 1, 3)
+    failing = Failing(1, 1, 3, error=error)
     cluster = run("steps=4 seed=2", Program(fenced=failing))
     check(cluster)
     for process in cluster.finished:
@@ -50,6 +56,18 @@ def test_an_error_that_comes_again_with_new_groups_ends_the_job() -> None:
     """At the same step: the network, or a bug, would make groups for ever."""
     with pytest.raises(CommunicationFault, match="step 2 failed twice, the second time in new groups: a link"):
         run("steps=4 seed=2", Program(fenced=Failing(2, 2)))
+
+
+def test_an_error_that_a_loss_explains_after_all_may_come_again() -> None:
+    """As when a vendor's library says before the agent does that a rank is gone."""
+    failing = Failing(2, 2, error=VendorError("ncclAllReduce: remote process exited"))
+    cluster = run("steps=4 seed=2 back=never kill:rank=3,point=in_recovery_edit", Program(fenced=failing))
+    check(cluster, settled=True)
+    for process in cluster.finished:
+        assert [(outcome.decision.reason, len(outcome.lost)) for outcome in process.recoveries] == [
+            ("loss", 1),
+            ("reform", 0),
+        ]
 
 
 def test_ranks_that_all_ask_for_a_generation_recover_in_one_without_a_loss() -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.generation.factory import StageGone
@@ -87,6 +87,8 @@ class Recovery:
                 self._migrator.forget()
                 attempted = self._step_commit.present_step if self._step_commit.under_way else at.record.version + 1
                 view, outcome = at.agreement.agree(error, self._report(), at.history, attempted)
+                if outcome.lost:  # which explains the error after all
+                    self._unexplained = -1
                 self._migrator.renew()
                 self._program.failures.update(outcome.failures)
                 at.view, at.needs_rebalance = view, True
@@ -108,7 +110,7 @@ class Recovery:
 
     def _explain(self, error: CommError) -> None:
         """Request new groups for an error without a loss, which other ranks may not have seen; once a step."""
-        if type(error) is not CommError:
+        if isinstance(error, GenerationChanged | PeerLost | CommTimeout):
             return
         version = self._context.record.version
         if self._unexplained == version:
