@@ -505,6 +505,9 @@ class _Work(dist.Work):
     def is_completed(self) -> bool:
         return self._over or self._is_done()
 
+    def is_success(self) -> bool:
+        return self._over
+
 
 class ClusterSideChannel:
     """Implements :class:`megatron.elastic.comm.side_channel.SideChannel`."""

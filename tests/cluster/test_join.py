@@ -6,13 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.elastic.engine.transaction import certify
+from megatron.elastic.engine.transaction.agreement import Agreement
 from megatron.elastic.engine.transaction.certificates import statement
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.state.certificate import CertificateError, Statement
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, run
+from tests.cluster.cluster import Cluster, Program, RankProcess, run
 from tests.cluster.fabric import ClusterFabric
+from tests.cluster.test_migrate import engine_of
 from tests.scenario.scenario import parse
 
 SOON = "back=0.02"
@@ -82,6 +86,55 @@ def test_within_the_step_that_waits_for_it() -> None:
     first_steps = {min(process.results) for process in cluster.finished if process.incarnation}
     assert min(first_steps) == 2, "a newcomer's first step is the one that the others could not finish"
     check(cluster)
+
+
+LATE_WRITES = ("after_prepare", "mid_forward", "before_step")
+"""Points of a newcomer's first step at which a member is in the gather for it."""
+
+
+def norms_of_parameters(text: str) -> dict[int, float]:
+    """Run a scenario; return step → norm of all parameters behind it."""
+    norms: dict[int, float] = {}
+
+    def note(rank: RankProcess, step: int) -> None:
+        norms[step] = engine_of(rank).parameter_norm()
+
+    check(run(text, Program(fenced=note)))
+    return norms
+
+
+@pytest.mark.parametrize("point", LATE_WRITES)
+def test_a_gather_for_a_newcomer_that_is_cut_off_may_write_anything_until_the_edit(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread copies out of a peer's memory, which holds a later message then: members gather all parameters again."""
+    cut_off: dict[int, list[torch.Tensor]] = {}
+    written: list[int] = []
+    abandon, decided = Context.abandon_gather, Agreement._decided
+
+    def abandoned(context: Context) -> None:
+        gather, parameters = context.gathering, context.tools.arena.parameters
+        if gather is not None and gather._for_others:
+            begun = {id(work): (bucket, work) for of_unit in gather._under_way.values() for bucket, work in of_unit}
+            late = [bucket for bucket, work in begun.values() if not work.is_success()]
+            cut_off[id(context.agreement)] = [parameters[bucket.start : bucket.stop] for bucket in late]
+        abandon(context)
+
+    def spoilt(agreement: Agreement, *about: Any) -> Any:
+        outcome = decided(agreement, *about)
+        for values in cut_off.pop(id(agreement), ()):
+            values += 0.5
+            written.append(values.numel())
+        return outcome
+
+    shared = "steps=8 seed=5 back=0.01 heavy=off mirrors=2 migrate_after=1"
+    undisturbed = norms_of_parameters(shared)
+    monkeypatch.setattr(Context, "abandon_gather", abandoned)
+    monkeypatch.setattr(Agreement, "_decided", spoilt)
+    faults = f"kill:rank=3,point=after_ship,step=2,incarnation=0 kill:rank=3,point={point},incarnation=1"
+    norms = norms_of_parameters(f"{shared} {faults}")
+    assert sum(written) > 0
+    assert norms == pytest.approx(undisturbed, rel=1e-5)
 
 
 @pytest.mark.parametrize("point", ["in_join", "mid_forward", "before_vote", "mid_gather"])

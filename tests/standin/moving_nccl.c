@@ -3,7 +3,9 @@
  * An id names a file in $STANDIN_DIR; a communicator is that file mapped: a barrier and one area a rank. Calls block
  * until they are done and end with an error once the communicator is revoked here or aborted by anybody. A file named
  * "hang" in $STANDIN_DIR makes revoke and abort hang. A file "die-2of3" there kills the first process that connects as
- * rank 2 of 3, before it is there: the others wait for it without a limit, as NCCL's do. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out.
+ * rank 2 of 3, before it is there: the others wait for it without a limit, as NCCL's do. One named "broken-2of3" breaks
+ * the communicator of that rank, as a closed socket does: a revoke does not mend that, and a shrink is refused. A root of
+ * a broadcast and the others of a reduction are done when their bytes are on their way, as in NCCL. -DNO_REVOKE, -DNO_SHRINK, -DNO_GROW leave functions out.
  *
  * With -DON_STREAMS it is the library of the stand-in accelerator: operations are enqueued on the stream that is given
  * and end, as NCCL's kernels do, when they are done or their communicator is revoked. Others wait for them, so a stream
@@ -18,12 +20,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { MOST = 16, DEVICES = 16, AREA = 1 << 20, REMOTE = 6, INVALID = 4, MISUSE = 5 };
+enum { MOST = 16, DEVICES = 16, AREA = 1 << 20, PARCEL = 1 << 16, REMOTE = 6, INVALID = 4, MISUSE = 5 };
 
 typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct { volatile int arrived, generation, aborted; volatile int opened; } Head;
-typedef struct { Head head; volatile uint64_t mail[MOST][MOST]; char areas[MOST][AREA]; char letters[MOST][MOST][1 << 16]; } Shared;
-typedef struct { int size, rank, device; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
+typedef struct { Head head; volatile uint64_t mail[MOST][MOST]; char areas[MOST][AREA]; char letters[MOST][MOST][PARCEL]; volatile uint64_t sent[MOST][MOST]; char parcels[MOST][MOST][PARCEL]; } Shared;
+typedef struct { int size, rank, device, broken; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
 typedef struct { int kind, peer, done; const char* from; char* to; size_t bytes, at; ncclComm_t comm; } Message;
 typedef struct { const char* from; char* to; size_t count; int type, op, root; ncclComm_t comm; } Collective;
 typedef struct { int count; Message messages[]; } Batch;
@@ -138,6 +140,18 @@ int ncclCommAbort(ncclComm_t c) {
   return 0;
 }
 
+static int broken(ncclComm_t c) {
+  char path[300];
+  snprintf(path, sizeof path, "%s/broken-%dof%d", folder(), c->rank, c->size);
+  if (unlink(path) == 0) c->broken = 1;
+  return c->broken;
+}
+
+int ncclCommGetAsyncError(ncclComm_t c, int* error) {
+  *error = broken(c) ? REMOTE : 0;
+  return 0;
+}
+
 static size_t width(int type) { return type < 2 ? 1 : type < 4 || type == 7 ? 4 : type == 6 || type == 9 ? 2 : 8; }
 
 static float wide(uint16_t value) { /* of bf16 */
@@ -173,21 +187,17 @@ static int fold(char* into, const char* from, size_t count, int type, int op) {
   }
 }
 
-/* root < 0: everybody gets the result; op < 0: the root's bytes, not a sum. */
-static int move_all(const char* from, char* to, size_t count, int type, int op, int root, ncclComm_t c) {
+/* Everybody gets the sum. */
+static int move_all(const char* from, char* to, size_t count, int type, int op, ncclComm_t c) {
   const size_t unit = width(type), step = AREA / unit;
   if (dead(c)) return REMOTE;
   for (size_t at = 0; at < count || at == 0; at += step) {
     const size_t n = count - at < step ? count - at : step;
     memcpy(c->shared->areas[c->rank], from + at * unit, n * unit);
     if (barrier(c)) return REMOTE;
-    if (op < 0) {
-      memcpy(to + at * unit, c->shared->areas[root], n * unit);
-    } else if (root < 0 || root == c->rank) {
-      memcpy(to + at * unit, c->shared->areas[0], n * unit);
-      for (int r = 1; r < c->size; r++) {
-        if (fold(to + at * unit, c->shared->areas[r], n, type, op)) return INVALID;
-      }
+    memcpy(to + at * unit, c->shared->areas[0], n * unit);
+    for (int r = 1; r < c->size; r++) {
+      if (fold(to + at * unit, c->shared->areas[r], n, type, op)) return INVALID;
     }
     if (barrier(c)) return REMOTE;
     if (count == 0) break;
@@ -195,10 +205,49 @@ static int move_all(const char* from, char* to, size_t count, int type, int op, 
   return 0;
 }
 
+/* Put a parcel on its way to a rank, where one can wait, or take the one that came from there. */
+static int parcel(int sends, int peer, char* data, size_t bytes, ncclComm_t c) {
+  const int from = sends ? c->rank : peer, to = sends ? peer : c->rank;
+  volatile uint64_t* full = &c->shared->sent[from][to];
+  while ((*full != 0) == sends) {
+    if (dead(c)) return REMOTE;
+    usleep(20);
+  }
+  if (sends) memcpy(c->shared->parcels[from][to], data, bytes);
+  else memcpy(data, c->shared->parcels[from][to], bytes);
+  __sync_synchronize();
+  *full = (uint64_t)sends;
+  return 0;
+}
+
+/* op < 0: the root's bytes to all, else the sum of all to the root. */
+static int move_rooted(char* from, char* to, size_t count, int type, int op, int root, ncclComm_t c) {
+  const size_t unit = width(type), step = PARCEL / unit;
+  char sum[PARCEL], other[PARCEL];
+  if (dead(c)) return REMOTE;
+  for (size_t at = 0; at < count; at += step) {
+    const size_t n = count - at < step ? count - at : step;
+    char *source = from + at * unit, *target = to + at * unit;
+    if (c->rank != root) {
+      if (op < 0 ? parcel(0, root, target, n * unit, c) : parcel(1, root, source, n * unit, c)) return REMOTE;
+      continue;
+    }
+    for (int r = 0; r < c->size; r++) {
+      if (r != root && parcel(op < 0, r, op < 0 ? source : other, n * unit, c)) return REMOTE;
+      if (op >= 0 && r == 0) memcpy(sum, r == root ? source : other, n * unit);
+      else if (op >= 0 && fold(sum, r == root ? source : other, n, type, op)) return INVALID;
+    }
+    memmove(target, op < 0 ? source : sum, n * unit);
+  }
+  return 0;
+}
+
 static int run_collective(void* argument) {
   const Collective one = *(Collective*)argument;
   free(argument);
-  return move_all(MEMORY(one.from), MEMORY(one.to), one.count, one.type, one.op, one.root, one.comm);
+  char *from = MEMORY(one.from), *to = MEMORY(one.to);
+  if (one.root < 0) return move_all(from, to, one.count, one.type, one.op, one.comm);
+  return move_rooted(from, to, one.count, one.type, one.op, one.root, one.comm);
 }
 
 static int collective(const void* from, void* to, size_t count, int type, int op, int root, ncclComm_t c, void* stream) {
@@ -286,6 +335,7 @@ int ncclCommRevoke(ncclComm_t c, int flags) {
 int ncclCommShrink(ncclComm_t c, int* excluded, int count, ncclComm_t* out, void* config, int flags) {
   char name[100];
   int shift = 0, used = snprintf(name, sizeof name, "%.60s-", c->name);
+  if (broken(c)) return REMOTE;
   if (!c->revoked && !(flags & 1)) return MISUSE; /* operations could be in flight */
   for (int i = 0; i < count; i++) {
     if (excluded[i] == c->rank) return INVALID;

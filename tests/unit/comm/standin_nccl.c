@@ -9,12 +9,13 @@ typedef struct { char internal[128]; } ncclUniqueId;
 typedef struct { int size, rank, revoked, dead; char pending; } *ncclComm_t;
 
 static char journal[4096];
-static int hang;
+static int hang, broken;
 
 #define NOTE(...) snprintf(journal + strlen(journal), sizeof journal - strlen(journal), __VA_ARGS__)
 
 const char* standin_log(void) { return journal; }
-void standin_reset(int hang_in_revoke) { journal[0] = 0; hang = hang_in_revoke; }
+void standin_reset(int hang_in_revoke) { journal[0] = 0; hang = hang_in_revoke; broken = 0; }
+void standin_break(int error) { broken = error; }
 
 const char* ncclGetErrorString(int code) { return code == 4 ? "invalid argument" : code == 5 ? "invalid usage" : "error"; }
 int ncclGetVersion(int* version) { *version = 22999; return 0; }
@@ -38,6 +39,11 @@ int ncclCommAbort(ncclComm_t comm) {
   if (comm->dead) return 5;
   comm->dead = 1;
   return 0;
+}
+
+int ncclCommGetAsyncError(ncclComm_t comm, int* error) {
+  *error = broken;
+  return comm->dead ? 5 : 0;
 }
 
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int op, ncclComm_t comm, void* stream) {

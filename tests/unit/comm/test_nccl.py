@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
-from megatron.elastic.comm.vendor.nccl import ELEMENTS, PROTOTYPES, REDUCTIONS, NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor.nccl import (
+    ELEMENTS,
+    IN_PROGRESS,
+    PROTOTYPES,
+    REDUCTIONS,
+    NcclCommunicator,
+    NcclLibrary,
+)
 from tests.wheels import newest
 
 SOURCE = Path(__file__).with_name("standin_nccl.c")
@@ -52,6 +59,10 @@ class Standin:
 
     def reset(self, hang: bool = False) -> None:
         self._raw.standin_reset(int(hang))
+
+    def break_connections(self, error: int) -> None:
+        """Have communicators say that their connections met this ``ncclResult_t``."""
+        self._raw.standin_break(error)
 
     def log(self) -> list[str]:
         return str(self._raw.standin_log().decode()).rstrip(";").split(";")
@@ -130,8 +141,21 @@ def test_what_a_version_cannot_do_is_made_anew(
     standin = Standin(build(*without))
     communicator = survivor(standin)
     assert communicator.edit(members, shared) == "rebuilt"
-    assert standin.log() == ["abort 4", "id", f"init 0/{len(members)} i"]
+    assert standin.log() == ["id", "abort 4", f"init 0/{len(members)} i"]
     assert communicator.order == members
+
+
+def test_an_error_of_the_librarys_own_threads_is_found(build: Callable[..., Path]) -> None:
+    standin = Standin(build())
+    communicator = survivor(standin)
+    assert not communicator.broken()
+    standin.break_connections(IN_PROGRESS)
+    assert not communicator.broken()
+    standin.break_connections(6)
+    communicator.revoke()
+    assert communicator.broken(), "a revoke does not mend it"
+    communicator.close()
+    assert not communicator.broken(), "nothing is connected"
 
 
 def test_refusals_name_the_call(build: Callable[..., Path]) -> None:

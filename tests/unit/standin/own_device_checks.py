@@ -19,6 +19,7 @@ from megatron.elastic.comm.vendor import fabric as vendor_fabric
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.group import Enqueued
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
+from megatron.elastic.comm.vendor.ledger import Ledger
 from megatron.elastic.comm.vendor.selection import vendor_of
 from megatron.elastic.comm.vendor.through_host import ThroughHost
 from megatron.elastic.config import ElasticConfig
@@ -76,7 +77,7 @@ def check_a_thread_without_a_device_may_interrupt_and_ask_a_fabric() -> None:
     standin.set_device(3)
     fabric = vendor_of(StandinPlatform(), dist.HashStore()).fabric(0, 1, 0, run_id="alone", secret=b"alone")
     group = fabric.group_apart("dp", (0,))
-    held = fabric._held[group] = vendor_fabric.Held(ThroughHost())  # type: ignore[index]
+    held = fabric._held[group] = vendor_fabric.Held(ThroughHost(), Ledger(0))  # type: ignore[index]
     held.communicator.order = (0, 1)
     failed: list[BaseException] = []
 

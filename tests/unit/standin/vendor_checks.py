@@ -19,6 +19,7 @@ from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.comm.transfers import PostedTransfers
 from megatron.elastic.comm.vendor import fabric as vendor_fabric
+from megatron.elastic.comm.vendor.group import DeviceGroup
 from megatron.elastic.comm.vendor.library import VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor
@@ -193,6 +194,10 @@ def check_a_call_that_waits_for_the_device_is_no_reason_not_to_end_what_it_waits
         returns.set()
         enqueued.result(20)
         job.threads[0].submit(standin.synchronize).result(20)
+        for thread in job.fabrics[0]._revoking:
+            thread.join(20)
+        held = job.fabrics[0]._held[cast(DeviceGroup, job.groups[0])]
+        assert held.communicator.order == (), "a revoke ends what was enqueued before it: the rest takes an abort"
 
 
 def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:

@@ -5,9 +5,10 @@ gets a communicator of the vendor's library when it first moves a device tensor;
 :mod:`~megatron.elastic.comm.vendor.group` chooses between the two per call.
 
 A new generation changes each vendor communicator lazily, at the first device operation of its group. The members
-first tell each other, in an all-gather over host links, which communicator each one holds and whether it was revoked.
-From that all members compute the same change: keep, shrink, grow, or rebuild. A communicator that was not revoked and
-has the right members is kept as it is.
+first tell each other, in an all-gather over host links, which communicator each one holds, whether it was revoked, and
+what was begun with it (:mod:`~megatron.elastic.comm.vendor.ledger`). From that all members compute the same change:
+keep, shrink, grow, or rebuild. A communicator is kept as it is if it was not revoked, has the right members, and all of
+them have begun the same. One that was not used for :data:`UNUSED_GENERATIONS` is freed.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
 revoked (or aborted, where the library cannot). An abort frees memory of the device, which waits for all that runs
@@ -48,6 +49,7 @@ from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.group import DeviceGroup
 from megatron.elastic.comm.vendor.host_staging import begun_through_host, through_host
+from megatron.elastic.comm.vendor.ledger import BYTES, Ledger, balanced
 from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, VendorHang, exit_into_respawn
 from megatron.elastic.comm.vendor.outbox import Outbox
 
@@ -57,6 +59,8 @@ NOTHING, WHOLE, REVOKED = 0, 1, 2
 MAKING_BYTES = 16
 CALL_SECONDS = 1.0
 """Time in seconds for a call that enqueues to return, before its communicator is revoked in spite of it."""
+UNUSED_GENERATIONS = 3
+"""Number of generations that a communicator is kept for without being used: its group may be needed again."""
 
 
 @dataclass
@@ -64,6 +68,10 @@ class Held:
     """One group's communicator."""
 
     communicator: VendorCommunicator
+    ledger: Ledger
+    """What this rank has begun with the communicator."""
+    refused: bool = False
+    """True if the library refused an operation, of which other members may have done their part."""
     making: bytes = bytes(MAKING_BYTES)
     """Names the communicator: the same on all its members, and on no other rank."""
     settled: int = 0
@@ -88,11 +96,11 @@ class Held:
 
     def in_flight(self) -> bool:
         """True if an operation is begun or enqueued, and not done."""
-        return self.busy > 0 or bool(self._pending())
+        return self.busy > 0 or bool(self.pending())
 
     def awaited(self) -> tuple[int, ...]:
         """The members that an operation may wait for now. One that the device has not come to waits for none."""
-        begun = self.busy > 0 or any(before.query() for before, _ in self._pending())
+        begun = self.busy > 0 or any(before.query() for before, _ in self.pending())
         return (*self.connecting, *(self.communicator.order if begun else ()))
 
     def enqueue(self, before: torch.Event, behind: torch.Event) -> None:
@@ -101,13 +109,26 @@ class Held:
             self.enqueued.popleft()
         self.enqueued.append((before, behind))
 
-    def _pending(self) -> list[tuple[torch.Event, torch.Event]]:
+    def pending(self) -> list[tuple[torch.Event, torch.Event]]:
+        """Return the events of operations that are enqueued and not done."""
         return [pair for pair in list(self.enqueued) if not pair[1].query()]
 
     def state(self) -> int:
-        if not self.communicator.order:
+        """Return what is left of the communicator."""
+        if not self.communicator.order or self.refused or self.communicator.broken():
             return NOTHING
         return REVOKED if self.communicator.revoked else WHOLE
+
+    def begin_anew(self, making: bytes) -> None:
+        """Name a communicator that has just been made."""
+        self.making, self.refused, self.ledger = making, False, Ledger(self.ledger.rank)
+
+    def enter_begun(self, messages: Sequence[tuple[int, bool]]) -> None:
+        """Enter an operation into the ledger: ``messages`` (peer, whether it is sent), or a collective if empty."""
+        if not messages:
+            self.ledger.collective(self.communicator.order)
+        for peer, sends in messages:
+            (self.ledger.sent if sends else self.ledger.received)(peer)
 
 
 class DeviceFabric(NativeFabric):
@@ -165,6 +186,7 @@ class DeviceFabric(NativeFabric):
             thread.join()
         if self._stream is not None:
             torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+        self._free_unused()
         with self.outbox.edited(generation):
             report = super().edit(generation, members, timeout)
         self._devices = {rank: str(address.endpoint.get("device", "")) for rank, address in members.items()}
@@ -180,13 +202,27 @@ class DeviceFabric(NativeFabric):
             self._cut_off = generation if stuck else self._cut_off  # before any of them ends by it
             self._revoking += _begun([partial(self._revoke, held) for held in stuck])
 
+    def _free_unused(self) -> None:
+        """Free communicators of groups that are not used any more. Between generations, when nothing is in flight."""
+        last = self.generation - UNUSED_GENERATIONS
+        unused = [group for group, held in self._held.items() if held.settled <= last]
+        for thread in _begun([partial(self._close, self._held.pop(group)) for group in unused]):
+            thread.join()
+
     def _revoke(self, held: Held) -> None:
         """End what is in flight on one communicator, when no thread is in a call of it."""
-        # On the CPU a call is the operation itself, and ends only so.
-        alone = held.calling.acquire(timeout=0 if self.device.type == "cpu" else CALL_SECONDS)
+        blocks = self.device.type == "cpu"  # there a call is the operation itself, and ends only so
+        alone = held.calling.acquire(timeout=0 if blocks else CALL_SECONDS)
         try:
             with held.ending:
                 held.communicator.revoke()
+            if not alone and not blocks:
+                # What the call has enqueued meanwhile may come behind all that the library has ended.
+                alone = held.calling.acquire(timeout=CALL_SECONDS)
+                with self._on_device():
+                    ended = alone and not held.pending()
+                if not ended:
+                    self._close(held)
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError:
@@ -223,18 +259,24 @@ class DeviceFabric(NativeFabric):
         names = [self._devices.get(rank, "") for rank in living]
         return len(set(names)) < len(names)
 
-    @contextmanager
-    def using(self, group: DeviceGroup) -> Iterator[VendorCommunicator]:
-        """The group's communicator of this generation, for one operation of all its living members.
+    def settled(self, group: DeviceGroup) -> bool:
+        """True if the members have met over their communicator of this generation."""
+        held = self._held.get(group)
+        return held is not None and held.settled == self.generation
 
-        Raises ``GenerationChanged`` when interrupted, before or in the middle; ``CommError``
-        when the library refuses. A library that hangs ends the process.
+    @contextmanager
+    def using(self, group: DeviceGroup, messages: Sequence[tuple[int, bool]] = ()) -> Iterator[VendorCommunicator]:
+        """The group's communicator of this generation, for one collective of all its living members, or ``messages``.
+
+        Each message is named by its peer (global rank) and whether it is sent there. Raises ``GenerationChanged`` when
+        interrupted, before or in the middle; ``CommError`` when the library refuses. A library that hangs ends the
+        process.
         """
         generation = self.generation
         with self._settling:
             held = self._held.get(group)
             if held is None:
-                held = self._held[group] = Held(self._vendor(self.rank))
+                held = self._held[group] = Held(self._vendor(self.rank), Ledger(self.rank))
             self._check(generation)
             try:
                 if held.settled != generation:
@@ -250,12 +292,15 @@ class DeviceFabric(NativeFabric):
         try:
             with held.calling:
                 self._check(generation)  # after busy: either the interruption sees us or we see it
+                held.enter_begun(messages)
                 with self._noted(held):
                     yield held.communicator
         except VendorHang as hang:
             exit_into_respawn(hang)
         except VendorError as error:
-            raise self._meaning(error, generation) from error
+            meaning = self._meaning(error, generation)
+            held.refused |= meaning is error  # else the interruption sees to the communicator
+            raise meaning from error
         finally:
             held.enter(-1)
 
@@ -289,8 +334,9 @@ class DeviceFabric(NativeFabric):
     def _settle(self, group: DeviceGroup, held: Held) -> None:
         """Agree over host links on the communicators held, and change them to the living members."""
         living, own = group.living(), held.communicator
-        table = group.host_table(bytes([held.state()]) + held.making)
-        states = {rank: (row[0], row[1:]) for rank, row in zip(living, table, strict=True)}
+        table = group.host_table(bytes([held.state()]) + held.making + held.ledger.to_bytes())
+        states = {rank: (row[0], row[1:-BYTES]) for rank, row in zip(living, table, strict=True)}
+        ledgers = {rank: row[-BYTES:] for rank, row in zip(living, table, strict=True)}
         holders = [rank for rank in living if states[rank][0] != NOTHING]
         leader = holders[0] if holders else living[0]
         order = json.loads(group.host_bytes(json.dumps(own.order).encode() if self.rank == leader else None, leader))
@@ -298,15 +344,17 @@ class DeviceFabric(NativeFabric):
         lost = [rank for rank in order if rank not in living]
         joined = sorted(set(living) - set(order))
         strayed = any(rank in order and rank not in survivors for rank in living)
-        revoked = any(states[rank][0] == REVOKED for rank in survivors) and not lost
+        revoked = any(states[rank][0] == REVOKED for rank in survivors)
+        uneven = not balanced(ledgers[rank] for rank in survivors)
+        damaged = strayed or ((revoked or uneven) and not lost)  # without the lost ones it is made of the rest anew
         held.connecting = tuple(living)
         try:
-            change = self._change(group, held, survivors, lost, joined, damaged=strayed or revoked)
+            change = self._change(group, held, survivors, lost, joined, damaged)
         finally:
             held.connecting = ()
         if change != "kept":
             text = json.dumps([registry.group_name("", own.order), self.generation]).encode()
-            held.making = hashlib.blake2s(group.group_name.encode() + text, digest_size=MAKING_BYTES).digest()
+            held.begin_anew(hashlib.blake2s(group.group_name.encode() + text, digest_size=MAKING_BYTES).digest())
         held.settled = self.generation
         self.edits.append((group.group_name, change))
 
@@ -325,7 +373,6 @@ class DeviceFabric(NativeFabric):
         if self.rank in survivors:
             return own.edit(sorted(living), share, damaged)
         identity = share(own.new_identity)
-        own.close()
         if own.rebuilds(bool(lost), bool(joined), damaged):
             own.start(sorted(living), identity)
         else:
@@ -389,9 +436,8 @@ class DeviceFabric(NativeFabric):
 
     def begins_at_once(self, group: dist.ProcessGroup) -> bool:
         """A communicator's first use in a generation is a meeting of its members (:meth:`_settle`)."""
-        held, ours = self._held.get(cast(DeviceGroup, group)), _ours(group)
-        settled = held is not None and held.settled == self.generation
-        return settled or not ours.by_vendor(torch.empty(0, device=self.device), op=dist.ReduceOp.SUM)
+        ours = _ours(group)
+        return self.settled(ours) or not ours.by_vendor(torch.empty(0, device=self.device), op=dist.ReduceOp.SUM)
 
     def _beside(self, enqueue: Callable[[], None]) -> dist.Work:
         """Enqueue on a stream of its own, behind what the current one has now."""

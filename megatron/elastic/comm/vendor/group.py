@@ -55,7 +55,11 @@ class DeviceHost(Reconfigurable, Protocol):
 
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None) -> bool: ...
 
-    def using(self, group: DeviceGroup) -> AbstractContextManager[VendorCommunicator]: ...
+    def settled(self, group: DeviceGroup) -> bool: ...
+
+    def using(
+        self, group: DeviceGroup, messages: Sequence[tuple[int, bool]] = ()
+    ) -> AbstractContextManager[VendorCommunicator]: ...
 
 
 class Enqueued(dist.Work):
@@ -145,13 +149,14 @@ class DeviceGroup(NativeGroup):
         return rank if self._slot_space else self.living().index(rank)
 
     def _vendor_rank(self, communicator: VendorCommunicator, group_rank: int) -> int:
-        """Vendor rank of a collective's root; the first living member stands in for one that is gone."""
+        return communicator.order.index(self._living_at(group_rank))
+
+    def _living_at(self, group_rank: int) -> int:
+        """Global rank of a collective's root or a message's peer; the first living member stands in for one gone."""
         living = self.living()
         if self._slot_space:
-            at = group_rank if group_rank in living else living[0]
-        else:
-            at = living[group_rank] if 0 <= group_rank < len(living) else living[0]
-        return communicator.order.index(at)
+            return group_rank if group_rank in living else living[0]
+        return living[group_rank] if 0 <= group_rank < len(living) else living[0]
 
     # -- reductions -------------------------------------------------------------
 
@@ -262,7 +267,10 @@ class DeviceGroup(NativeGroup):
                     communicator.recv(received[self._seat(rank)], place)
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
-        """Through the library only where it is matched by order: tag 0."""
+        """Through the library only where it is matched by order (tag 0), in a group that has its communicator.
+
+        To change a communicator all members have to come, and a message concerns two of them.
+        """
         return self._message(Message(True, tensor_list(tensors)[0], dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
@@ -298,7 +306,8 @@ class DeviceGroup(NativeGroup):
     def _exchange_by_library(self, batch: Sequence[Message]) -> None:
         dense = [message.tensor.detach().contiguous() for message in batch]
         zero_integers([tensor for message, tensor in zip(batch, dense, strict=True) if not message.sends])
-        with self._devices.using(self) as communicator, communicator.batch():
+        ways = [(self._living_at(message.peer), message.sends) for message in batch]
+        with self._devices.using(self, ways) as communicator, communicator.batch():
             for message, tensor in zip(batch, dense, strict=True):
                 move = communicator.send if message.sends else communicator.recv
                 move(tensor, self._vendor_rank(communicator, message.peer))
@@ -315,7 +324,7 @@ class DeviceGroup(NativeGroup):
         return staged_message.received(message.tensor, move)
 
     def _by_library(self, message: Message) -> bool:
-        return message.tag == 0 and self.by_vendor(message.tensor)
+        return message.tag == 0 and self.by_vendor(message.tensor) and self._devices.settled(self)
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._devices.device.type

@@ -91,6 +91,7 @@ class HcclCommunicator(VendorCommunicator):
             if backend is not None:
                 backend.abort_hccl_comm("left behind")
 
+        self.close()
         self.backend = self._connected(connect, left)
         self.order, self.revoked = tuple(members), False
         self._met.clear()
@@ -101,9 +102,11 @@ class HcclCommunicator(VendorCommunicator):
     def edit(self, members: Sequence[int], share: Share, damaged: bool = False) -> Edit:
         if set(members) == set(self.order) and not damaged:
             return "kept"
-        self.close()
         self.start(sorted(members), share(self.new_identity))
         return "rebuilt"
+
+    def broken(self) -> bool:
+        return False  # torch_npu does not say; the next call raises
 
     def revoke(self) -> None:
         """Stop the group's streams; its links are made anew by the edit."""

@@ -91,11 +91,11 @@ class VendorCommunicator(ABC):
 
     @abstractmethod
     def start(self, members: Sequence[int], identity: bytes) -> None:
-        """Connect ``members`` anew, all of them calling this with one ``identity``."""
+        """Connect ``members`` anew, all of them calling this with one ``identity``; free what was connected before."""
 
     @abstractmethod
     def join(self, order: Sequence[int], identity: bytes) -> None:
-        """Enter a communicator that survivors :meth:`edit` at the same time.
+        """Enter a communicator that survivors :meth:`edit` at the same time; free what was connected before.
 
         ``order``: survivors in their order, then newcomers ascending.
         """
@@ -107,6 +107,10 @@ class VendorCommunicator(ABC):
         Called by survivors. ``damaged``: what stands cannot be kept even
         for the same members. Raises :class:`VendorError`, :class:`VendorHang`.
         """
+
+    @abstractmethod
+    def broken(self) -> bool:
+        """True if the library has noted an error, after which it refuses to change the communicator."""
 
     @abstractmethod
     def revoke(self) -> None:

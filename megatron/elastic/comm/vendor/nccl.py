@@ -25,6 +25,7 @@ import ctypes
 import ctypes.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = ["PROTOTYPES", "NcclCommunicator", "NcclLibrary"]
 
 UNIQUE_ID_BYTES = 128
 SHRINK_DEFAULT, SHRINK_ABORT, REVOKE_DEFAULT = 0, 1, 0
+SUCCESS, IN_PROGRESS = 0, 7
 
 
 class UniqueId(ctypes.Structure):
@@ -51,6 +53,7 @@ PROTOTYPES: dict[str, str] = {
     "ncclGetUniqueId": "ncclUniqueId* uniqueId",
     "ncclCommInitRank": "ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank",
     "ncclCommAbort": "ncclComm_t comm",
+    "ncclCommGetAsyncError": "ncclComm_t comm, ncclResult_t *asyncError",
     "ncclCommRevoke": "ncclComm_t comm, int revokeFlags",
     "ncclCommShrink": "ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t* newcomm, "
     "ncclConfig_t* config, int shrinkFlags",
@@ -184,6 +187,7 @@ class NcclCommunicator(VendorCommunicator):
         return self._library.unique_id()
 
     def start(self, members: Sequence[int], identity: bytes) -> None:
+        self._drop()
         self._comm = self._new(
             "ncclCommInitRank",
             lambda out: (out, len(members), UniqueId.from_buffer_copy(identity), members.index(self._rank)),
@@ -194,6 +198,7 @@ class NcclCommunicator(VendorCommunicator):
         if not self._library.can_grow:
             self.start(sorted(order), identity)
             return
+        self._drop()
         known = UniqueId.from_buffer_copy(identity)
         place = list(order).index(self._rank)
         self._comm = self._new("ncclCommGrow", lambda out: (None, len(order), ctypes.byref(known), place, out, None))
@@ -205,7 +210,6 @@ class NcclCommunicator(VendorCommunicator):
         if not lost and not joined and not damaged:
             return "kept"
         if self.rebuilds(bool(lost), bool(joined), damaged):
-            self.close()
             self.start(sorted(members), share(self.new_identity))
             return "rebuilt"
         if lost:
@@ -213,6 +217,17 @@ class NcclCommunicator(VendorCommunicator):
         if joined:
             self._grow(joined, share)
         return "replaced" if lost and joined else "shrunk" if lost else "grown"
+
+    def broken(self) -> bool:
+        """Ask for what the library's own threads met. A revoke does not clear it, and a shrink is refused then."""
+        if self._comm is None:
+            return False
+        found = ctypes.c_int()
+        try:
+            self._library.call("ncclCommGetAsyncError", self._comm, ctypes.byref(found))
+        except VendorError:
+            return True
+        return found.value not in (SUCCESS, IN_PROGRESS)
 
     def revoke(self) -> None:
         """By the library's own revoke, allowed once, else by an abort, after which nothing is left to shrink."""
@@ -225,10 +240,25 @@ class NcclCommunicator(VendorCommunicator):
             self.close()
 
     def close(self) -> None:
-        comm, self._comm = self._comm, None
-        self.order, self.revoked = (), False
+        comm = self._forget()
         if comm is not None:
             self._bounded("ncclCommAbort", comm)
+
+    def _drop(self) -> None:
+        """Free what another is to take the place of."""
+        comm = self._forget()
+        if comm is not None:
+            self._free(comm)
+
+    def _forget(self) -> int | None:
+        comm, self._comm = self._comm, None
+        self.order, self.revoked = (), False
+        return comm
+
+    def _free(self, comm: int) -> None:
+        """Free one that is idle. This waits for all operations of the device, and they for ranks that still connect."""
+        free = partial(self._call, "ncclCommAbort", comm)
+        connected(free, self._start_limit, "ncclCommAbort", self.interrupted, lambda _: None)
 
     # -- operations ---------------------------------------------------------
 
@@ -296,7 +326,8 @@ class NcclCommunicator(VendorCommunicator):
         except VendorInterrupted:
             self._comm = None  # the call that was left behind uses it
             raise
-        self._bounded("ncclCommAbort", old)
+        if old is not None:
+            self._free(old)
 
     def _new(self, name: str, arguments: Callable[[Any], tuple[Any, ...]], parent: int | None = None) -> int:
         def connect() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,9 @@ def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) 
 
 
 def _nccl(platform: Platform, device: torch.device) -> Callable[[int], VendorCommunicator]:
+    # Else NCCL connects members in their first collective: a loss then leaves the training thread inside a call that
+    # has to be ended by force, where a communicator that is being made can be left behind.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     library = NcclLibrary()
 
     def stream() -> int:

@@ -25,6 +25,9 @@ class ThroughHost(VendorCommunicator):
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
         return False
 
+    def broken(self) -> bool:
+        return False
+
     def revoke(self) -> None:
         """Nothing is in flight."""
 

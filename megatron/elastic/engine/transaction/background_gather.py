@@ -9,7 +9,9 @@ and the arena as not filled. After a loss in between the survivors gather them a
 mixture (rule 31). Whatever else reads parameters first waits for all of them (:meth:`BackgroundGather.complete`).
 
 A rank may take part only for others, which lack the parameters that it has: newcomers. What it receives is what it
-has, so its forward does not wait.
+has, so its forward does not wait. That holds until the gather is cut off: a thread that copies out of a peer's memory
+may still do so when the peer has put something else there, before the edit waits for the thread. So unless all had
+arrived, this rank has no parameters then (:meth:`BackgroundGather.may_spoil`).
 """
 
 from __future__ import annotations
@@ -67,6 +69,11 @@ class BackgroundGather:
             work.wait()
         self._tools.arena.collect((unit,))
         self._uncollected.discard(unit)
+
+    def may_spoil(self) -> bool:
+        """True if a gather for others, cut off now, may still write other values over this rank's parameters."""
+        works = (work for begun in self._under_way.values() for _, work in begun)
+        return self._for_others and not all(work.is_completed() and work.is_success() for work in works)
 
     def complete(self) -> None:
         """Wait for all units. Raises ``CommError``."""

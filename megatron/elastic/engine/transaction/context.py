@@ -79,6 +79,8 @@ class Context:
 
     def abandon_gather(self) -> None:
         """Forget a gather that a change of generation ends: parameters have no values until the next one."""
+        if self.gathering is not None and self.gathering.may_spoil():
+            self.parameters, self.tools.arena.filled = -1, False
         self.gathering = None
 
     def take_configuration(self, configuration: Configuration) -> None:
