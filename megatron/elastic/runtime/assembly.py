@@ -181,7 +181,8 @@ def _planning(job: EngineParts, arena: Arena) -> tuple[Choice, ExactGradients | 
     choose = crewed(job.choose or choice_of(policy, split, cut))
     if not job.config.exact:
         return choose, None
-    exact = ExactGradients(arena, microbatches(job.launch_topology.grid))
+    topology = job.launch_topology
+    exact = ExactGradients(arena, microbatches(topology.grid), parts=topology.tensor)
     job.interface.separate_uses(exact.contribute)
     return whole_microbatches(choose), exact
 

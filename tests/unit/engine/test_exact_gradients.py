@@ -49,10 +49,10 @@ def gradients_of(seed: int, count: int, spread: int) -> torch.Tensor:
 class Rank:
     """One rank's arena and sums, of a step of ``count`` micro-batches."""
 
-    def __init__(self, count: int, places: int = PLACES) -> None:
+    def __init__(self, count: int, places: int = PLACES, parts: int = 1) -> None:
         self.model = TinyModel(len(UNITS), UNITS)
         self.arena = arena(self.model)
-        self.exact = ExactGradients(self.arena, count)
+        self.exact = ExactGradients(self.arena, count, parts=parts)
         self.exact.begin(places)
 
     def backward(self, gradient: torch.Tensor, units: tuple[int, ...] = UNITS) -> None:
@@ -61,6 +61,10 @@ class Rank:
             for item in self.model.unit_parameters(unit):
                 start, stop = self.arena.place_of(unit, item.spec.name)
                 item.parameter.backward(gradient[start:stop].view(item.parameter.shape))
+
+    def flagged(self) -> int:
+        """Return what was wrong with a contribution, 0 if nothing was."""
+        return self.exact._arithmetic.flags()
 
     def sums(self) -> torch.Tensor:
         """Return a copy of the integer sums."""
@@ -214,6 +218,19 @@ class Agreed:
         torch.distributed.all_reduce(rank.exact.sums(0, LENGTH), group=fabric.world)
         rank.exact.total(0, LENGTH)
         self.results[fabric.rank] = float(rank.arena.gradients[7])
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+def test_a_sum_over_a_cell_cannot_overflow_unnoticed(parts: int) -> None:
+    """Its ranks may each have a part of a gradient as large as the largest one that is let pass."""
+    count, places = 1024, 36
+    largest = 0
+    for power in range(25):
+        rank = Rank(count, places, parts)
+        rank.backward(torch.full((LENGTH,), 2.0**power))
+        largest = largest if rank.flagged() else power
+    assert 0 < largest < 24
+    assert count * parts * 2 ** (largest + places) < 2**63
 
 
 @pytest.mark.parametrize(

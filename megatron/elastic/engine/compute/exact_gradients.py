@@ -70,15 +70,16 @@ def whole_microbatches(choice: Choice) -> Choice:
 class ExactGradients:
     """The sums of one rank, one int64 an element of the arena.
 
-    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model.
+    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model; ``parts``: ranks of a cell,
+    each of which may have a part of a gradient (sequence parallelism adds those of norms).
 
     From now on the arena hands its gradients over to it.
     """
 
-    def __init__(self, arena: Arena, microbatches: int, uses: int = 2) -> None:
+    def __init__(self, arena: Arena, microbatches: int, uses: int = 2, parts: int = 1) -> None:
         self._arena = arena
-        # Sums of `microbatches · uses` contributions must stay below 2^62.
-        limit = 2.0 ** min(CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses)))
+        # Sums of `microbatches · uses · parts` contributions must stay below 2^62.
+        limit = 2.0 ** min(CONVERTIBLE, 62 - math.ceil(math.log2(microbatches * uses * parts)))
         self._arithmetic = fixed_point(limit, arena.device)
         self._sums = torch.zeros(0, dtype=torch.int64, device=arena.device)
         self._laid_out: Mapping[UnitShard, UnitSlice] | None = None
