@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch import Tensor
+from torch import Tensor, device
 from torch.distributed import ProcessGroup, Work
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
@@ -143,6 +143,25 @@ class Transfers:
     def come(self) -> list[int]: ...
     def wait(self) -> list[int]: ...
     def loan(self, number: int) -> Loan | None: ...
+
+class DeviceEvent:
+    """A point in the work of a device's stream, as ``torch.Event``; each call gives up the interpreter's lock.
+
+    A call waits while the device's queue is full. If an operation at its head waits for a lost rank, another thread has
+    to end it.
+    """
+
+    def __init__(self, device: device, timing: bool = False) -> None: ...
+    def record(self) -> None:
+        """Record it in the present thread's stream of the device."""
+
+    def block(self) -> None:
+        """Have the present thread's stream of the device wait for it."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Milliseconds until ``end``. Both have been reached and have ``timing``."""
 
 class Loan:
     """See :class:`megatron.elastic.comm.transfers.Loan`."""

@@ -9,9 +9,11 @@
 #include "../reduce.hpp"
 #include "../side_channel.hpp"
 #include "../transfers.hpp"
+#include "device_event.hpp"
 #include "process_group.hpp"
 
 namespace py = pybind11;
+using elastic::comm::DeviceEvent;
 using elastic::comm::EditStats;
 using elastic::comm::ElasticProcessGroup;
 using elastic::comm::Hub;
@@ -256,6 +258,14 @@ PYBIND11_MODULE(_comm, m) {
                  [mapping = loan.mapping()](void*) mutable { mapping.reset(); }, at::kFloat);
            })
       .def("give_back", &Loan::give_back, nogil);
+
+  py::class_<DeviceEvent>(m, "DeviceEvent")
+      .def(py::init<const c10::Device&, bool>(), py::arg("device"), py::arg("timing") = false)
+      .def("record", &DeviceEvent::record, nogil)
+      .def("block", &DeviceEvent::block, nogil)
+      .def("query", &DeviceEvent::query, nogil)
+      .def("synchronize", &DeviceEvent::synchronize, nogil)
+      .def("elapsed_time", &DeviceEvent::elapsed_time, py::arg("end"), nogil);
 
   py::class_<SideChannel, std::shared_ptr<SideChannel>>(m, "SideChannel")
       .def(

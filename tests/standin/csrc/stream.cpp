@@ -9,7 +9,7 @@
 namespace standin {
 namespace {
 
-constexpr std::size_t kDepth = 4096;  // jobs that a lazy stream holds back; a driver's queue is bounded as well
+constexpr std::size_t kDepth = 1024;  // jobs that a stream holds, as with CUDA: who asks for more waits
 
 std::atomic<std::int64_t> lateness{-1};
 
@@ -26,9 +26,11 @@ std::uint64_t Stream::push(Job job) {
   }
   queue_.push_back({std::move(job), std::chrono::steady_clock::now()});
   ++issued_;
-  if (queue_.size() > kDepth) wanted_ = std::max(wanted_, issued_ - kDepth);
+  const std::uint64_t position = issued_;
+  if (position > kDepth) wanted_ = std::max(wanted_, position - kDepth);
   changed_.notify_all();
-  return issued_;
+  changed_.wait(lock, [&] { return queue_.size() <= kDepth; });
+  return position;
 }
 
 void Stream::push_wait(Stream& other, std::uint64_t position) {

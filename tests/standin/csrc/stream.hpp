@@ -33,7 +33,7 @@ class Stream {
   Device& device() const { return device_; }
   int id() const { return id_; }
 
-  // Queue a job. Returns its position; positions begin at 1.
+  // Queue a job, once there is room for it. Returns its position; positions begin at 1.
   std::uint64_t push(Job job);
   // Later jobs of this stream run after `other` has reached `position`.
   void push_wait(Stream& other, std::uint64_t position);

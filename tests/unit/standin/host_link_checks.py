@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from megatron.elastic._comm import DeviceEvent
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from tests.standin import device as standin
@@ -45,8 +46,9 @@ def check_a_send_of_an_older_generation_is_never_begun() -> None:
 def check_waiting_for_what_runs_beside_orders_streams_and_leaves_the_host_free() -> None:
     side, values = torch.Stream(torch.device("standin", 0)), torch.zeros(4, device="standin")
     with side:
-        done = busy()
+        busy()
         values.fill_(2.0)
+        done = DeviceEvent(values.device)
         done.record()
     beside = EnqueuedBeside(done)
     assert not beside.is_completed() and not beside.is_success()

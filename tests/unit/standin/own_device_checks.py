@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.elastic._comm import DeviceEvent
 from megatron.elastic.comm.vendor import fabric as vendor_fabric
 from megatron.elastic.comm.vendor.enqueued_beside import EnqueuedBeside
 from megatron.elastic.comm.vendor.group import Enqueued
@@ -164,8 +165,8 @@ def check_a_message_over_hccl_is_sent_as_it_was() -> None:
             aside.wait_stream(torch.accelerator.current_stream(own))
             with aside:
                 self.sent = tensors[0] * 1.0
-                done = torch.Event(own)
-                done.record(aside)
+                done = DeviceEvent(own)
+                done.record()
             return EnqueuedBeside(done)
 
     backend = Backend()

@@ -191,13 +191,28 @@ def check_a_call_that_waits_for_the_device_is_no_reason_not_to_end_what_it_waits
         calls.await_last("called")
         job.fabrics[0].interrupt(2)
         calls.await_last("revoked")
-        returns.set()
-        enqueued.result(20)
-        job.threads[0].submit(standin.synchronize).result(20)
         for thread in job.fabrics[0]._revoking:
             thread.join(20)
         held = job.fabrics[0]._held[cast(DeviceGroup, job.groups[0])]
         assert held.communicator.order == (), "a revoke ends what was enqueued before it: the rest takes an abort"
+        returns.set()
+        enqueued.result(20)
+        job.threads[0].submit(standin.synchronize).result(20)
+
+
+def check_a_full_queue_of_the_device_holds_up_no_other_thread(folder: Path) -> None:
+    """The operation at its head waits for a rank that is lost, and only another thread can end it."""
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    job.sum(0).result(20)
+    assert job.waits(0, (1,))
+    marking = job.threads[0].submit(lambda: [job.fabrics[0]._mark() for _ in range(5000)])
+    with pytest.raises(TimeoutError):
+        marking.result(1.0)
+    job.fabrics[0].interrupt(2)
+    assert len(marking.result(20)) == 5000
+    job.threads[0].submit(standin.synchronize).result(20)
 
 
 def check_a_generation_begins_behind_what_the_one_before_has_left_on_the_device(folder: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+
+from megatron.elastic import _comm
 
 __all__ = ["EnqueuedBeside"]
 
@@ -17,14 +18,14 @@ __all__ = ["EnqueuedBeside"]
 class EnqueuedBeside(dist.Work):
     """``done`` is recorded behind the operation; None: it is over (a library that computes on the host)."""
 
-    def __init__(self, done: torch.Event | None) -> None:
+    def __init__(self, done: _comm.DeviceEvent | None) -> None:
         super().__init__()
         self._done = done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have the current stream wait for the operation."""
         if self._done is not None:
-            torch.accelerator.current_stream(self._done.device).wait_event(self._done)
+            self._done.block()
         return True
 
     def is_completed(self) -> bool:

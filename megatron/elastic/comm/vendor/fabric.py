@@ -41,6 +41,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from megatron.elastic._comm import DeviceEvent
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommError, GenerationChanged
@@ -86,7 +87,7 @@ class Held:
     """Held by the thread that calls the library for this communicator."""
     ending: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that revokes or closes it."""
-    enqueued: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)
+    enqueued: deque[tuple[DeviceEvent, DeviceEvent]] = field(default_factory=deque)
     """Events before and behind operations that the device may not have done yet (none on the CPU: calls block)."""
 
     def enter(self, threads: int) -> None:
@@ -103,13 +104,13 @@ class Held:
         begun = self.busy > 0 or any(before.query() for before, _ in self.pending())
         return (*self.connecting, *(self.communicator.order if begun else ()))
 
-    def enqueue(self, before: torch.Event, behind: torch.Event) -> None:
+    def enqueue(self, before: DeviceEvent, behind: DeviceEvent) -> None:
         """Note an operation between two events of one stream. On the thread that enqueues."""
         while self.enqueued and self.enqueued[0][1].query():
             self.enqueued.popleft()
         self.enqueued.append((before, behind))
 
-    def pending(self) -> list[tuple[torch.Event, torch.Event]]:
+    def pending(self) -> list[tuple[DeviceEvent, DeviceEvent]]:
         """Return the events of operations that are enqueued and not done."""
         return [pair for pair in list(self.enqueued) if not pair[1].query()]
 
@@ -185,7 +186,9 @@ class DeviceFabric(NativeFabric):
         for thread in revoking:
             thread.join()
         if self._stream is not None:
-            torch.accelerator.current_stream(self.device).wait_stream(self._stream)
+            with self._stream:
+                behind = self._mark()
+            behind.block()
         self._free_unused()
         with self.outbox.edited(generation):
             report = super().edit(generation, members, timeout)
@@ -316,9 +319,10 @@ class DeviceFabric(NativeFabric):
         finally:
             held.enqueue(before, self._mark())
 
-    def _mark(self) -> torch.Event:
-        event = torch.Event(self.device)
-        event.record(torch.accelerator.current_stream(self.device))
+    def _mark(self) -> DeviceEvent:
+        """Return an event that is recorded in the current stream."""
+        event = DeviceEvent(self.device)
+        event.record()
         return event
 
     def _check(self, generation: int) -> None:
@@ -446,12 +450,11 @@ class DeviceFabric(NativeFabric):
             return EnqueuedBeside(None)
         if self._stream is None:
             self._stream = torch.Stream(self.device)
-        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        before = self._mark()
         with self._stream:
+            before.block()
             enqueue()
-        event = torch.Event(self.device)
-        event.record(self._stream)
-        return EnqueuedBeside(event)
+            return EnqueuedBeside(self._mark())
 
     def close(self) -> None:
         held, self._held = list(self._held.values()), {}

@@ -70,8 +70,8 @@ def whole_microbatches(choice: Choice) -> Choice:
 class ExactGradients:
     """The sums of one rank, one int64 an element of the arena.
 
-    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model; ``parts``: ranks of a cell,
-    each of which may have a part of a gradient (sequence parallelism adds those of norms).
+    ``microbatches``: most of them in a step; ``uses``: most uses of one weight in the model; ``parts``: ranks of a
+    cell, each of which may have a part of a gradient (sequence parallelism adds those of norms).
 
     From now on the arena hands its gradients over to it.
     """
