@@ -437,8 +437,9 @@ def test_experts_move_between_ranks_that_share_them() -> None:
     homes, shared = ElasticConfig(expert_balance="homes"), {**EXPERTS, "expert_model_parallel_size": 4}
     check(plain(**shared), homes, "cpu", [])
     check(plain(**shared, tensor_model_parallel_size=2), homes, "cpu", [])
-    with pytest.raises(BadInput, match="homes moves experts that ranks share: add --expert-model-parallel-size"):
-        check(plain(**EXPERTS), homes, "cpu", [])
+    for given in (EXPERTS, {"num_experts": None}):
+        with pytest.raises(BadInput, match="homes moves experts that ranks share: add --expert-model-parallel-size"):
+            check(plain(**given), homes, "cpu", [])
     inside = {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
     with pytest.raises(BadInput, match=r"between groups of 4 ranks .* each of these groups has all experts"):
         check(plain(**shared, **inside), homes, "cpu", [])

@@ -82,6 +82,15 @@ def test_damage_is_found_and_an_older_checkpoint_taken_in_its_place(tmp_path: Pa
     assert "no checkpoint there can be loaded" in refused and "--ckpt-step" in refused and not lines, "no other step"
 
 
+def test_a_checkpoint_of_the_older_format_is_named_as_such(tmp_path: Path) -> None:
+    old = tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"values")
+    (tmp_path / TRACKER).write_text("5")
+    ((refused, _),) = loaded((tmp_path, None))
+    assert "it is of --ckpt-format torch: convert it with plain Megatron, --ckpt-convert-format torch_dist" in refused
+
+
 def test_a_folder_without_a_readable_tracker_is_left_to_megatron_or_refused(tmp_path: Path) -> None:
     empty, odd, broken = (tmp_path / name for name in ("empty", "odd", "broken"))
     for folder in (empty, odd):

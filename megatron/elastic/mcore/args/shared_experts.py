@@ -19,7 +19,8 @@ def balance_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         return
     if (args.expert_model_parallel_size or 1) == 1:
         yield f"{flag} {config.expert_balance} moves experts that ranks share: add --expert-model-parallel-size"
-    elif _ranks_with_all_experts(args) <= cell:
+        return
+    if _ranks_with_all_experts(args) <= cell:
         yield (
             f"{flag} {config.expert_balance} moves experts between groups of {cell} ranks that share a micro-batch, "
             "and each of these groups has all experts: leave it out, or choose a larger --expert-model-parallel-size"

@@ -129,7 +129,7 @@ ROWS: tuple[Rule, ...] = (
         "--attention-backend unfused", "flash and fused attention are Transformer Engine's kernels"),
     _switch("use_flash_attn", "--use-flash-attn", ("flash_attn",), _LEAVE_OUT, "flash-attn needs a GPU"),
     Rule("use_cpu_initialization", "--use-cpu-initialization", (_DEVICE,), _off, True, "--use-cpu-initialization",
-        "weights live on the CPU; initialised whole, then cut: the same at every tensor-parallel size"),
+        "weights live on the CPU: initialised whole, then cut"),
     _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_GRADIENT_KERNEL,),
             "--no-gradient-accumulation-fusion", "Apex's fused weight-gradient kernel is not here"),
     Rule("no_persist_layer_norm", "--no-persist-layer-norm", ("apex",), _off, True, "--no-persist-layer-norm",

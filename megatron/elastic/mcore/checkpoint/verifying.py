@@ -143,4 +143,9 @@ def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, Manifest | None]:
 
 
 def _what_is_there(checkpoint: Path) -> str:
-    return "it is no checkpoint: there is no metadata.json" if checkpoint.is_dir() else "it is not there"
+    if not checkpoint.is_dir():
+        return "it is not there"
+    if any(checkpoint.glob("mp_rank_*")):
+        converted = "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        return f"it is of --ckpt-format torch: convert it with plain Megatron, {converted}"
+    return "it is no checkpoint: there is no metadata.json"
