@@ -48,15 +48,15 @@ def _binary() -> Path:
 
 
 @contextlib.contextmanager
-def etcd_server(folder: Path) -> Iterator[EtcdServer]:
-    """Serve from ``folder`` until the end of the block."""
-    with etcd_members(folder, 1) as (server,):
+def etcd_server(folder: Path, *flags: str) -> Iterator[EtcdServer]:
+    """Serve from ``folder`` until the end of the block. ``flags``: further ones of etcd."""
+    with etcd_members(folder, 1, *flags) as (server,):
         yield server
 
 
 @contextlib.contextmanager
-def etcd_members(folder: Path, count: int) -> Iterator[tuple[EtcdServer, ...]]:
-    """Serve from ``folder`` until the end of the block, by ``count`` members."""
+def etcd_members(folder: Path, count: int, *flags: str) -> Iterator[tuple[EtcdServer, ...]]:
+    """Serve from ``folder`` until the end of the block, by ``count`` members. ``flags``: further ones of etcd."""
     ports = free_ports(2 * count)
     clients, inner = ([f"http://127.0.0.1:{port}" for port in part] for part in (ports[:count], ports[count:]))
     together = ",".join(f"member{number}={url}" for number, url in enumerate(inner))
@@ -69,6 +69,7 @@ def etcd_members(folder: Path, count: int) -> Iterator[tuple[EtcdServer, ...]]:
                 *("--listen-client-urls", clients[number], "--advertise-client-urls", clients[number]),
                 *("--listen-peer-urls", inner[number], "--initial-advertise-peer-urls", inner[number]),
                 *("--initial-cluster", together),
+                *flags,
             ]
             members.append(EtcdServer(command, ports[number]))
         for member in members:

@@ -6,15 +6,18 @@ import json
 import os
 import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.elastic.control import env
 from megatron.elastic.control.etcd import Etcd, EtcdStore
 from megatron.elastic.control.store import StoreLost
+from tests.integration.elastic_job import ROOT
 from tests.integration.etcd_server import EtcdServer, etcd_server
 from tests.integration.launcher_cluster import cluster
 
@@ -103,6 +106,45 @@ def test_an_endpoint_that_does_not_answer_is_passed_over_and_none_is_said(server
     store.close()
     with pytest.raises(StoreLost, match=r"etcd at 127.0.0.1:9: "):
         EtcdStore.open(Etcd.parse("127.0.0.1:9", {}), "elastic/endpoints/")
+
+
+QUOTA = ("--quota-backend-bytes", str(2 << 20))
+
+
+def test_a_full_etcd_is_named_with_the_flags_that_keep_it_from_filling(tmp_path: Path) -> None:
+    with etcd_server(tmp_path, *QUOTA) as own:
+        store = EtcdStore.open(Etcd.parse(own.endpoint, {}), "elastic/full/", patience=0)
+        store._patience = 0.0
+        with pytest.raises(StoreLost, match=r"database is full .* --auto-compaction-mode=periodic"):
+            for number in range(200):
+                store.put("lease/0", bytes([number]) * (32 << 10))
+        store.close()
+
+
+def test_the_flags_of_the_manifest_keep_etcd_from_filling(tmp_path: Path) -> None:
+    """With a retention of 1 s in place of its 5 min, and 3 MiB of renewals for a quota of 2 MiB."""
+    _, members = yaml.safe_load_all((ROOT / "scripts" / "kubernetes" / "etcd.yaml").read_text(encoding="utf-8"))
+    command = members["spec"]["template"]["spec"]["containers"][0]["command"]
+    flags = [flag.replace("=5m", "=1s") for flag in command if flag.startswith("--auto-compaction")]
+    with etcd_server(tmp_path, *QUOTA, *flags) as own:
+        store = EtcdStore.open(Etcd.parse(own.endpoint, {}), "elastic/compacted/")
+        for number in range(1000):
+            store.put("lease/0", bytes([number % 256]) * (3 << 10))
+            time.sleep(0.005)
+        store.close()
+
+
+def test_an_etcd_that_never_compacts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with etcd_server(tmp_path) as own:
+        store = EtcdStore.open(Etcd.parse(own.endpoint, {}), "elastic/warned/")
+        assert store.never_compacted() == "", "it has few revisions"
+        monkeypatch.setattr("megatron.elastic.control.etcd._MANY_REVISIONS", 20)
+        for number in range(30):
+            store.put("lease/0", b"%d" % number)
+        assert "--auto-compaction-mode=periodic" in store.never_compacted()
+        store._ask(lambda client: client.post(client.get_url("/kv/compaction"), json={"revision": 25}))
+        assert store.never_compacted() == ""
+        store.close()
 
 
 def test_an_etcd_that_asks_for_a_user_is_told_from_the_environment(tmp_path: Path) -> None:

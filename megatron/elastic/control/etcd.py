@@ -42,6 +42,11 @@ _LOOK_SECONDS = 1.0
 """A wait asks again this often, whatever its watch says: a watch on an endpoint that died is silent for ever."""
 _OPERATIONS = 128
 """Operations that etcd takes in one transaction, by its default."""
+_COMPACTION_FLAGS = "--auto-compaction-mode=periodic --auto-compaction-retention=5m"
+_FULL = "database space exceeded"
+"""In etcd's message about a database that has reached its quota: it takes no more writes."""
+_MANY_REVISIONS = 100_000
+"""A job of two nodes makes as many within some hours."""
 _LEASE_SECONDS = 30
 """After this long without any agent alive, everything of the job is gone from etcd."""
 
@@ -120,6 +125,16 @@ class EtcdStore(Store):
     @property
     def keeper(self) -> str:
         return str(self._etcd)
+
+    def never_compacted(self) -> str:
+        """Return a warning if etcd has many revisions and the first of them still, else an empty text."""
+        number = self._ask(self._uncompacted)
+        if number < _MANY_REVISIONS:
+            return ""
+        return (
+            f"{self._etcd} has kept all of its {number} revisions: renewals of leases will fill its database, and then "
+            f"the job ends; start etcd with {_COMPACTION_FLAGS}"
+        )
 
     def put(self, key: str, value: bytes) -> None:
         self._ask(lambda client: client.put(self._prefix + key, value, self._lease(client)))
@@ -238,6 +253,19 @@ class EtcdStore(Store):
         finally:
             watcher.stop()
 
+    def _uncompacted(self, client: Any) -> int:
+        """The number of revisions that etcd keeps; 0 if it has compacted the first."""
+        from etcd3gw.exceptions import Etcd3Exception
+
+        read = {"key": _encoded(self._prefix + "lease"), "revision": 1}
+        try:
+            answer = client.post(client.get_url("/kv/range"), json=read)
+        except Etcd3Exception as error:
+            if "revision has been compacted" in _words(error):
+                return 0
+            raise
+        return int(answer["header"]["revision"])
+
     # -- the job's lease -----------------------------------------------------------
 
     def _lease(self, client: Any) -> Any:
@@ -280,7 +308,13 @@ def client_lease_lives(client: Any, lease: int) -> bool:
 
 def _words(error: Exception) -> str:
     """One line of what went wrong; etcd's own words stand in ``detail_text``."""
-    return str(getattr(error, "detail_text", None) or error or type(error).__name__).split("\n", 1)[0]
+    words = str(getattr(error, "detail_text", None) or error or type(error).__name__).split("\n", 1)[0]
+    if _FULL in words:
+        return (
+            f"its database is full ({_FULL}): compact and defragment it with etcdctl, disarm its alarm, and start it "
+            f"with {_COMPACTION_FLAGS}"
+        )
+    return words
 
 
 def _encoded(text: str | bytes) -> str:

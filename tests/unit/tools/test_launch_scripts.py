@@ -363,6 +363,7 @@ def test_kubernetes_etcd_is_where_the_job_looks_for_it(
     flags = members["spec"]["template"]["spec"]["containers"][0]["command"]
     peers = next(flag for flag in flags if flag.startswith("--initial-cluster="))
     assert all(f"{name}-{member}=http://{name}-{member}.{name}:2380" in peers for member in range(count))
+    assert {"--auto-compaction-mode=periodic", "--auto-compaction-retention=5m"} <= set(flags)
 
 
 def test_kubelet_kills_one_process_not_the_pod() -> None:

@@ -34,6 +34,7 @@ from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
+from megatron.elastic.launch.messages import say
 from megatron.elastic.observe.summary import ranks_text
 
 __all__ = ["JobMembers", "meet"]
@@ -258,9 +259,13 @@ def _open_store(job: JobSpec, starting: Starting) -> Store:
     timing = Timing.derive(job.settings.detection_timeout)
     if job.etcd is not None:
         try:
-            return EtcdStore.open(job.etcd, f"elastic/{job.run_id}/", timing.patience)
+            store = EtcdStore.open(job.etcd, f"elastic/{job.run_id}/", timing.patience)
+            warning = store.never_compacted()
         except (StoreLost, ValueError) as error:
             raise BadCommand(f"--rdzv-endpoint: {error}") from None
+        if warning and not job.node:  # one node's line is enough
+            say(warning)
+        return store
     credentials = Credentials(job.secret, job.run_id)
     if job.nodes == 1:
         # The port that was asked for is the program's, where there is one that may want it.
