@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 __all__ = [
+    "LONGEST_SECONDS",
     "LOOPBACK",
     "ConfigError",
     "ElasticConfig",
@@ -29,6 +30,10 @@ __all__ = [
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that no other host reaches."""
+LONGEST_SECONDS = 1e9
+"""The longest time that a setting may name: some thirty years. In nanoseconds it fits an integer of 64 bits."""
+DETECTION_SECONDS = 0.01, 3600.0
+"""The least and the longest ``--elastic-detection-timeout``. Agents look at their workers five times in it."""
 STEPS_BEFORE_MIGRATION = 50
 """Default number of steps within which a lost rank may return before its layers move."""
 
@@ -203,9 +208,9 @@ class ElasticConfig:
     on every node. Required for several nodes and with etcd, unless MEGATRON_ELASTIC_SECRET holds the secret itself."""
 
     detection_timeout: float = 1.0
-    """Unit of all time-outs, in seconds: a stopped process is killed after 0.5 times this, a silent node counts as lost
-    after 10 times, a hang is searched for after 30 times (docs/operations.md lists all). Raise it where machines stall
-    for seconds."""
+    """Unit of all time-outs, from 0.01 to 3600 seconds: a stopped process is killed after 0.5 times this, a silent node
+    counts as lost after 10 times, a hang is searched for after 30 times (docs/operations.md lists all). Raise it where
+    machines stall for seconds."""
 
     max_losses_per_hour: int = 0
     """Largest number of ranks that may be lost within an hour; with one more the job ends. 0: no limit."""
@@ -313,6 +318,18 @@ class ElasticConfig:
             raise ConfigError(*faults)
 
     def _faults(self) -> Iterator[str]:
+        yield from self._number_faults()
+        yield from self._replica_faults()
+        yield from self._clock_faults()
+        if self.trace and not self.event_log:
+            yield "--elastic-trace needs --elastic-event-log DIR to write to"
+        yield from self._web_faults()
+        yield from self._url_faults()
+        if self.inject and not self.allow_inject:
+            yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
+        yield from self._exact_faults()
+
+    def _number_faults(self) -> Iterator[str]:
         if self.mirrors < 0:
             yield "--elastic-mirrors must be 0 or more"
         if self.scatter_width < 1:
@@ -323,23 +340,20 @@ class ElasticConfig:
             yield "--elastic-bucket-elements (--ddp-bucket-size) must be 1 or more"
         if self.spares < 0:
             yield "--elastic-spares must be 0 or more"
+        if self.max_losses_per_hour < 0:
+            yield "--elastic-max-losses-per-hour must be a number of ranks, or 0 for no limit"
         if self.quarantine_after < 0:
             yield "--elastic-quarantine-after must be a number of losses, or 0 for never"
         if self.steps_before_migration < -1:
             yield "--elastic-migrate-after must be a number of steps, or -1 for never"
-        if not 0 < self.mean_time_between_losses < float("inf"):
-            yield "--elastic-mean-time-between-losses must be a number of seconds above 0"
-        if self.detection_timeout <= 0:
-            yield "--elastic-detection-timeout must be above 0"
-        yield from self._replica_faults()
-        yield from self._clock_faults()
-        if self.trace and not self.event_log:
-            yield "--elastic-trace needs --elastic-event-log DIR to write to"
-        yield from self._web_faults()
-        yield from self._url_faults()
-        if self.inject and not self.allow_inject:
-            yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
-        yield from self._exact_faults()
+        if self.verify_interval < 0:
+            yield "--elastic-verify-interval must be a number of steps, or 0 for never"
+        # No comparison holds for nan, so each of these refuses it.
+        if not 0 < self.mean_time_between_losses <= LONGEST_SECONDS:
+            yield f"--elastic-mean-time-between-losses must be above 0 and at most {LONGEST_SECONDS:g} seconds"
+        least, most = DETECTION_SECONDS
+        if not least <= self.detection_timeout <= most:
+            yield f"--elastic-detection-timeout must be between {least:g} and {most:g} seconds"
 
     def _replica_faults(self) -> Iterator[str]:
         policy = f"--elastic-expert-balance {self.expert_balance}"

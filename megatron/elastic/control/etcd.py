@@ -73,7 +73,7 @@ class Etcd:
         found = []
         for text in endpoints.split(","):
             host, _, port = text.strip().rpartition(":")
-            if not host or not port.isdigit():
+            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"--rdzv-endpoint takes HOST:PORT[,HOST:PORT…] of etcd, got {endpoints!r}")
             found.append((host.strip("[]"), int(port)))
         protocol = options.get("protocol", "http")

@@ -188,6 +188,8 @@ def _warn_of_unused(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, environ: Mapping[str, str]) -> JobSpec:
     kind, target = _target(args)
+    if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
+        raise ValueError(f"--shutdown-timeout takes seconds, 0 or more, got {args.shutdown_timeout}")
     run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
     checks, refused, secret = _checks_only(args), "", ""
     token = web_token(settings.web_token_file) if settings.web_token_file else ""

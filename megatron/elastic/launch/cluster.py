@@ -7,12 +7,14 @@ or a stateful set, what is not given comes from the environment there.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.run import parse_min_max_nnodes
 
+from megatron.elastic.config import LONGEST_SECONDS
 from megatron.elastic.control.etcd import Etcd
 
 __all__ = ["NodePlace", "derive", "first_host"]
@@ -70,6 +72,9 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:
     if nodes == 1 and host is None and port is None:
         port = 0
     port = port if port is not None else _DEFAULT_PORT
+    if not 0 <= port < 1 << 16 or (port == 0 and nodes > 1):
+        at_least = 0 if nodes == 1 else 1
+        raise ValueError(f"--master-port (--rdzv-endpoint) takes a port from {at_least} to 65535, got {port}")
     return NodePlace(node, nodes, least, host or args.master_addr, port, timeout, run_id, etcd)
 
 
@@ -110,7 +115,16 @@ def _rendezvous_options(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _rendezvous_timeout(options: Mapping[str, str]) -> float:
+    """Seconds to wait for the other nodes: ``join_timeout`` of ``--rdzv-conf``, else its ``timeout``, else 600."""
+    name = next((name for name in ("join_timeout", "timeout") if options.get(name)), None)
+    if name is None:
+        return 600.0
     try:
-        return float(options.get("join_timeout") or options.get("timeout") or 600)
+        seconds = float(options[name])
     except ValueError:
-        raise ValueError("--rdzv-conf join_timeout takes seconds") from None
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ValueError(
+            f"--rdzv-conf {name} takes seconds above 0 and at most {LONGEST_SECONDS:g}, got {options[name]!r}"
+        )
+    return seconds

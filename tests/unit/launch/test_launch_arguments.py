@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 from megatron.elastic.control import env
 from megatron.elastic.launch.arguments import BadCommand, build_parser, parse
 from megatron.elastic.launch.cluster import derive, first_host
@@ -111,13 +112,71 @@ def test_a_wrong_value_names_the_flag() -> None:
         (["--local-ranks-filter", "a", "S"], "--local-ranks-filter"),
         (["--no-python", "-m", "S"], "--no-python"),
         (["/nowhere/train.py"], "training_script"),
-        (["S", "--elastic-detection-timeout", "-1"], "--elastic-detection-timeout"),
+        (["--shutdown-timeout=-1", "S"], "--shutdown-timeout"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(argv: list[str], flag: str, script: str) -> None:
     with pytest.raises(BadCommand, match=flag) as caught:
         parse([script if item == "S" else item for item in argv], {})
     assert "\n" not in str(caught.value)
+
+
+NO_NUMBERS = ("nan", "-nan", "inf", "-inf", "1e999", "", "many")
+PORTS = ("0", "-1", "99999999999")
+SECONDS = ("nan", "inf", "-inf", "1e999", "0", "-1", "soon")
+NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mirrors": (("-1", "1.5"), ("0", "2")),
+    "scatter_width": (("-1", "0"), ("1",)),
+    "block_bytes": (("-64", "0", "1000", "1090"), ("1024",)),
+    "bucket_elements": (("-1", "0"), ("1",)),
+    "detection_timeout": (("-1", "0", "-0", "1e-9", "1e9"), ("0.01", "1", "3600")),
+    "max_losses_per_hour": (("-1",), ("0", "1")),
+    "quarantine_after": (("-1",), ("0", "1")),
+    "migrate_after": (("-2",), ("-1", "0", "1")),
+    "expert_replicas": (("-1", "0"), ("1",)),
+    "mean_time_between_losses": (("-1", "0", "-0", "1e300"), ("0.5", "1e9")),
+    "spares": (("-1",), ("0", "1")),
+    "verify_interval": (("-1",), ("0", "1")),
+}
+"""Numeric setting → values that are refused beside :data:`NO_NUMBERS`, and values that are accepted."""
+
+
+def test_the_table_has_every_numeric_setting() -> None:
+    hints = {name: plain_type(hint) for name, hint in get_type_hints(ElasticConfig).items()}
+    assert [name for name, hint in hints.items() if hint in (int, float)] == list(NUMBERS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_cannot_be_is_one_line_that_names_the_flag(name: str, script: str) -> None:
+    flag = flag_name(name)
+    refused, accepted = NUMBERS[name]
+    for text in (*NO_NUMBERS, *refused):
+        with pytest.raises(BadCommand, match=rf"^{flag} .*(must|takes)") as caught:
+            parse([script, "--elastic", f"{flag}={text}"], {})
+        assert "\n" not in str(caught.value), text
+    for text in accepted:
+        assert getattr(parse([script, f"{flag}={text}"], {}).settings, name) == float(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused", "accepted", "named"),
+    [
+        ("--rdzv-conf join_timeout={}", SECONDS, "0.5", "--rdzv-conf join_timeout takes seconds"),
+        ("--rdzv-conf timeout={}", SECONDS, "600", "--rdzv-conf timeout takes seconds"),
+        ("--nnodes 2 --master-port={}", PORTS, "65535", r"--master-port .* takes a port"),
+        ("--nnodes 2 --rdzv-endpoint=h:{}", ("0", "65536"), "65535", r"\(--rdzv-endpoint\) takes a port"),
+        ("--rdzv-id j --rdzv-backend etcd --rdzv-endpoint=e:{}", PORTS, "2379", "--rdzv-endpoint takes"),
+    ],
+)
+def test_a_number_of_the_rendezvous_that_cannot_be_is_refused(
+    words: str, refused: tuple[str, ...], accepted: str, named: str, script: str
+) -> None:
+    given = {env.SECRET: "f" * 32}
+    for text in refused:
+        with pytest.raises(BadCommand, match=named) as caught:
+            parse([*words.format(text).split(), script], given)
+        assert "\n" not in str(caught.value)
+    parse([*words.format(accepted).split(), script], given)
 
 
 def test_srun_tells_node_count_rank_and_master(script: str) -> None:
