@@ -31,14 +31,14 @@ import msgspec
 
 from megatron.elastic.control.answers import ANSWERS, Acceptance, JobStatus, Refusal, ReshapeStatus
 from megatron.elastic.control.doctor import diagnose
-from megatron.elastic.control.requests import Admit, Command, Drain, Reshape, SaveCheckpoint, Status, Stop
-from megatron.elastic.control.starting import PREFIX, ask_launcher
+from megatron.elastic.control.requests import Admit, Command, Drain, JobRequest, Reshape, SaveCheckpoint, Status, Stop
+from megatron.elastic.control.socket_names import CONSOLES, STARTS, console_name, job_name
+from megatron.elastic.control.starting import ask_launcher
 from megatron.elastic.control.status_text import status_lines
 from megatron.elastic.control.wire import FrameReader, ProtocolError, encode, frame
 
 __all__ = ["CtlError", "ask", "consoles", "main"]
 
-_PREFIX = "@megatron-elastic/"
 _SECONDS = 10.0
 _LOOK_SECONDS = 0.2
 _WATCH_SECONDS = 2.0
@@ -51,22 +51,23 @@ class CtlError(RuntimeError):
 
 
 def consoles() -> dict[str, list[int]]:
-    """Run ids with an agent on this machine (network namespace) → their node numbers here."""
-    return _listening(_PREFIX)
+    """Names of jobs with an agent on this machine (network namespace) → their node numbers here."""
+    return _listening(CONSOLES)
 
 
 def _listening(prefix: str) -> dict[str, list[int]]:
-    """Run id → numbers of the abstract Unix sockets ``PREFIX/RUN_ID/NUMBER`` that are listened at here."""
+    """Name of a job → numbers of the abstract Unix sockets ``PREFIX NAME/NUMBER`` that are listened at here."""
+    prefix = "@" + prefix  # in place of the NUL byte
     found: dict[str, list[int]] = {}
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
         for line in table:
             name = line.split(maxsplit=7)[-1].strip()
             # Listening sockets carry the flag __SO_ACCEPTCON.
             if name.startswith(prefix) and line.split()[3] == "00010000":
-                run_id, _, number = name[len(prefix) :].rpartition("/")
+                job, _, number = name[len(prefix) :].rpartition("/")
                 if number.isdigit():
-                    found.setdefault(run_id, []).append(int(number))
-    return {run_id: sorted(numbers) for run_id, numbers in found.items()}
+                    found.setdefault(job, []).append(int(number))
+    return {job: sorted(numbers) for job, numbers in found.items()}
 
 
 def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -> tuple[str, int]:
@@ -84,10 +85,10 @@ def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -
     jobs = ", ".join(sorted(found))
     if run_id is None:
         raise CtlError(f"several jobs run on this machine: {jobs}; choose one with --run-id")
-    key = run_id[:80]
-    if key not in found:
+    name = job_name(run_id)
+    if name not in found:
         raise CtlError(f"job {run_id!r} does not run on this machine; running: {jobs}")
-    return key, found[key][0]
+    return run_id, found[name][0]
 
 
 @overload
@@ -104,8 +105,8 @@ def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as console:
             console.settimeout(_SECONDS)
-            console.connect(f"\0{_PREFIX[1:]}{run_id}/{node}")
-            console.sendall(frame(command))
+            console.connect(console_name(run_id, node))
+            console.sendall(frame(JobRequest(job_name(run_id), command)))
             while data := console.recv(1 << 20):
                 for answer in reader.feed(data):
                     if isinstance(answer, Refusal):
@@ -116,7 +117,10 @@ def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
         raise CtlError(f"{other}; use the ctl of the environment that started it") from None
     except OSError as error:
         raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
-    raise CtlError(f"the agent of job {run_id!r} closed the connection: only the user who started the job may use ctl")
+    raise CtlError(
+        f"the agent of job {run_id!r} closed the connection: only the user who started the job may use ctl, and only "
+        "the ctl of the same version"
+    )
 
 
 def reshape(run_id: str, node: int, sizes: Reshape) -> ReshapeStatus:
@@ -259,19 +263,22 @@ def _place(text: str) -> tuple[str, int]:
 
 def _doctor(run_id: str | None, store: tuple[str, int] | None) -> int:
     """Print all findings; 1 if something is missing."""
-    launchers = _listening(f"@{PREFIX}/")
-    asked = [ask_launcher(name, pid) for name, pids in launchers.items() for pid in pids]
-    starts = [start for start in asked if start is not None and run_id in (None, start.run_id)]
+    asked = [ask_launcher(name, pid) for name, pids in _of_job(run_id, _listening(STARTS)).items() for pid in pids]
+    starts = [start for start in asked if start is not None]
     jobs: list[JobStatus | str] = []
-    for name, nodes in consoles().items():
-        if run_id is None or name == run_id[:80]:
-            try:
-                jobs.append(ask(name, nodes[0], Status()))
-            except CtlError as error:
-                jobs.append(str(error))
+    for name, nodes in _of_job(run_id, consoles()).items():
+        try:
+            jobs.append(ask(name, nodes[0], Status()))
+        except CtlError as error:
+            jobs.append(str(error))
     findings = list(diagnose(starts, jobs, [] if store is None else [store]))
     print("\n".join(map(str, findings)))
     return int(any(finding.verdict == "missing" for finding in findings))
+
+
+def _of_job(run_id: str | None, found: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The part of ``found`` that is of the job; all of it if none is named."""
+    return found if run_id is None else {name: found[name] for name in (job_name(run_id),) if name in found}
 
 
 def _watch(run_id: str, node: int, seconds: float, as_json: bool) -> int:
@@ -280,7 +287,7 @@ def _watch(run_id: str, node: int, seconds: float, as_json: bool) -> int:
         try:
             answer = ask(run_id, node, Status())
         except CtlError:
-            if run_id in consoles():
+            if job_name(run_id) in consoles():
                 raise
             print(f"job {run_id} has ended", file=sys.stderr)
             return 0

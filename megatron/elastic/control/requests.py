@@ -16,10 +16,11 @@ from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.wire import Codec, Int64
 
 __all__ = [
-    "COMMANDS",
+    "JOB_REQUESTS",
     "Admit",
     "Command",
     "Drain",
+    "JobRequest",
     "OpenReshape",
     "ParallelSizes",
     "Pending",
@@ -111,8 +112,18 @@ class Reshape(_Command, frozen=True, tag="reshape"):
 
 
 Command = Status | Drain | Stop | SaveCheckpoint | Admit | Reshape
-"""A request of ``ctl`` to an agent."""
-COMMANDS: Codec[Command] = Codec(Command)
+"""A request of a user."""
+
+
+class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command as ``ctl`` sends it to an agent."""
+
+    job: str
+    """Name of the job that is meant (:func:`~megatron.elastic.control.socket_names.job_name`)."""
+    command: Command
+
+
+JOB_REQUESTS: Codec[JobRequest] = Codec(JobRequest)
 
 Wish = Drain | Stop | SaveCheckpoint | Reshape
 """A command that every agent learns from the journal and that the members honour at a boundary."""

@@ -11,11 +11,11 @@ import socket
 
 import msgspec
 
+from megatron.elastic.control.socket_names import start_name
 from megatron.elastic.control.wire import Codec, FrameReader, Int64, ProtocolError
 
-__all__ = ["PREFIX", "STARTS", "StartStatus", "ask_launcher", "fingerprint", "start_name"]
+__all__ = ["StartStatus", "ask_launcher", "fingerprint"]
 
-PREFIX = "megatron-elastic-start"
 _SECONDS = 5.0
 
 
@@ -44,12 +44,7 @@ class StartStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Open files that the job needs."""
 
 
-STARTS: Codec[StartStatus] = Codec(StartStatus)
-
-
-def start_name(run_id: str, pid: int) -> str:
-    """Address of a starting launcher in the abstract namespace."""
-    return f"\0{PREFIX}/{run_id[:80]}/{pid}"
+_STATUS: Codec[StartStatus] = Codec(StartStatus)
 
 
 def fingerprint(secret: str) -> str:
@@ -59,7 +54,7 @@ def fingerprint(secret: str) -> str:
 
 def ask_launcher(run_id: str, pid: int) -> StartStatus | None:
     """The state of one launcher; None where it has gone on meanwhile, or belongs to another user."""
-    reader = FrameReader(STARTS)
+    reader = FrameReader(_STATUS)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as there:
             there.settimeout(_SECONDS)

@@ -18,7 +18,7 @@ from megatron.elastic.control.events import Entry, Event, Reported
 from megatron.elastic.control.journal import _ENTRY, _FLOORS, _Entry, _Floor
 from megatron.elastic.control.membership import Decision, Loss
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, Ask, FromWorker, GiveUp, Hello, ToWorker
-from megatron.elastic.control.requests import COMMANDS, Command, Pending, Request
+from megatron.elastic.control.requests import JOB_REQUESTS, JobRequest, Pending, Request
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.snapshot import _STATE, _State
 from megatron.elastic.control.suspicion import Idle
@@ -36,7 +36,7 @@ PROTOCOL: dict[str, tuple[Any, Codec[Any]]] = {
     "snapshots": (_State, _STATE),
     "worker to agent": (FromWorker, FROM_WORKER),
     "agent to worker": (ToWorker, TO_WORKER),
-    "commands": (Command, COMMANDS),
+    "requests of ctl": (JobRequest, JOB_REQUESTS),
     "leases": (_Lease, _LEASE),
     "listener": (_Listener, _LISTENERS),
     "introductions": (_Introduction, _INTRODUCTIONS),
@@ -125,7 +125,7 @@ def test_a_number_that_does_not_fit_is_a_protocol_error(number: str) -> None:
 @pytest.mark.parametrize("rank", ["-1", "2147483648", "1.0", "true", "null", '""', '"1"', "9" * 5000, "[]", "1e999"])
 def test_what_is_no_rank_is_a_protocol_error(rank: str) -> None:
     with pytest.raises(ProtocolError):
-        COMMANDS.decode('{"do": "drain", "ranks": [' + rank + "]}")
+        JOB_REQUESTS.decode('{"job": "j", "command": {"do": "drain", "ranks": [' + rank + "]}}")
 
 
 # -- decisions -----------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.nodes import Node
-from megatron.elastic.control.requests import Drain, Reshape, ReshapeState, Status
+from megatron.elastic.control.requests import Drain, JobRequest, Reshape, ReshapeState, Status, Stop
+from megatron.elastic.control.socket_names import console_name, job_name
 from megatron.elastic.control.wire import frame
 from megatron.elastic.ctl import CtlError, ask, main
 from megatron.elastic.launch.agent.admin import Admin, Sources
-from megatron.elastic.launch.agent.console import Console, console_name
+from megatron.elastic.launch.agent.console import Console
 from megatron.elastic.launch.agent.loop import Loop
 
 RUN_ID = f"test-console-{os.getpid()}"
@@ -64,7 +65,7 @@ def appended() -> Iterator[list[Event]]:
     ],
 )
 def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event], body: str) -> None:
-    text = body.encode("utf-8", "surrogatepass")
+    text = f'{{"job": "{RUN_ID}", "command": {body}}}'.encode("utf-8", "surrogatepass")
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(20)
         caller.connect(console_name(RUN_ID, 0))
@@ -79,6 +80,47 @@ def test_a_request_is_carried_out(appended: list[Event]) -> None:
     with pytest.raises(CtlError, match=r"no such ranks: \[7\]"):
         ask(RUN_ID, 0, Drain((7,)))
     assert appended == [Wanted(Drain((1,)))]
+
+
+def test_a_request_for_another_job_is_refused(appended: list[Event]) -> None:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(20)
+        caller.connect(console_name(RUN_ID, 0))
+        caller.sendall(frame(JobRequest("another", Stop())))
+        answer = json.loads(caller.recv(1 << 16)[4:])
+    assert answer["answer"] == "refused" and f"job '{RUN_ID}', not of 'another'" in answer["error"]
+    assert not appended
+
+
+def test_of_jobs_whose_long_names_begin_alike_the_one_that_is_named_is_stopped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = f"{os.getpid()}/ablation-of-learning-rate-and-batch-size/a-data-set-of-tokens/warmup-of-2000-steps/"
+    jobs = {run_id: list[Event]() for run_id in (base + "seed-1", base + "seed-2", base + "seed 2\n")}
+    loop, state = Loop(), Generations({0: Node("h", (0, 1))})
+    consoles = [
+        Console(loop, run_id, 0, Admin(Sources(run_id, state, JobHistory(), JobClock()), events.append).handle)
+        for run_id, events in jobs.items()
+    ]
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        assert all(console.open for console in consoles)
+        for run_id in jobs:
+            assert main(["stop", "--run-id", run_id]) == 0
+            assert json.loads(capsys.readouterr().out)["run_id"] == run_id
+            assert [events for each, events in jobs.items() if each != run_id and events] == []
+            assert jobs[run_id].pop() == Wanted(Stop())
+        assert main(["stop", "--run-id", job_name(base + "seed-2")]) == 0, "as ctl prints it"
+        assert jobs[base + "seed-2"] and not jobs[base + "seed-1"]
+        assert main(["stop", "--run-id", base + "seed-3"]) == 1
+        assert "does not run on this machine" in capsys.readouterr().err
+    finally:
+        loop.post(loop.stop)
+        thread.join()
+        for console in consoles:
+            console.close()
+        loop.close()
 
 
 def test_impossible_sizes_are_refused_in_one_line(appended: list[Event], capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +177,7 @@ def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_no_othe
     try:
         with socket.socket(socket.AF_UNIX) as slow:
             slow.connect(console_name(RUN_ID, 1))
-            slow.sendall(frame(Status()))
+            slow.sendall(frame(JobRequest(RUN_ID, Status())))
             assert len(ask(RUN_ID, 1, Status()).nodes) == len(nodes), "while another caller does not read"
     finally:
         loop.post(loop.stop)

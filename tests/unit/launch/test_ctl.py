@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from megatron.elastic.control.requests import Status
-from megatron.elastic.ctl import _PREFIX, CtlError, ask, choose, main
+from megatron.elastic.control.socket_names import console_name, job_name, start_name
+from megatron.elastic.ctl import CtlError, ask, choose, main
 
 
 def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
@@ -34,11 +35,28 @@ def test_without_a_job_the_answer_does_not_speak_of_several(run_id: str | None, 
         choose(run_id, {})
 
 
+@pytest.mark.parametrize(
+    "run_id", ["x" * 65, "x" * 4096, "ü" * 33, "two\nlines", "a\0b", " blank", "blank ", "\udcff", "\u2028"]
+)
+def test_a_run_id_that_no_socket_can_be_named_after_has_a_name_of_its_own(run_id: str) -> None:
+    name = job_name(run_id)
+    assert name == job_name(name) != run_id and len({name, job_name(run_id + "2"), job_name("2" + run_id)}) == 3
+    assert not any(letter.isspace() or not letter.isprintable() for letter in name)
+    for address in (console_name(run_id, (1 << 31) - 1), start_name(run_id, 1 << 22)):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+
+
+@pytest.mark.parametrize("run_id", ["llama-7b", "x" * 64, "ü" * 32, "two words", "a/b~c"])
+def test_any_other_run_id_is_the_name_of_its_job(run_id: str) -> None:
+    assert job_name(run_id) == run_id
+
+
 def test_an_agent_of_another_version_is_named_as_such() -> None:
     """Its status has other fields."""
     run_id = f"other-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"\0{_PREFIX[1:]}{run_id}/0")
+        listener.bind(console_name(run_id, 0))
         listener.listen()
 
         def answer() -> None:

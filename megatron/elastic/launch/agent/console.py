@@ -1,8 +1,9 @@
 """The agent's side of ``python -m megatron.elastic.ctl``: a socket that leaves no file behind.
 
 An abstract Unix socket named after job and node. Callers must be of the same
-user (or root), as the kernel tells. One command a connection, one answer, both
-JSON frames. A connection with a malformed command is closed without an answer.
+user (or root), as the kernel tells. One request a connection, one answer, both
+JSON frames. A request names the job; one for another job is refused. A connection
+with a malformed request is closed without an answer.
 A caller that reads slowly does not delay the others.
 """
 
@@ -16,23 +17,18 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron.elastic.control.answers import Answer
-from megatron.elastic.control.requests import COMMANDS, Command
+from megatron.elastic.control.answers import Answer, Refusal
+from megatron.elastic.control.requests import JOB_REQUESTS, Command, JobRequest
+from megatron.elastic.control.socket_names import console_name, job_name
 from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 from megatron.elastic.launch.agent.loop import Loop
 
-__all__ = ["Console", "console_name"]
+__all__ = ["Console"]
 
-_PREFIX = "megatron-elastic"
 _REQUEST_LIMIT = 1 << 16
 _CALLERS = 16
 _SECONDS = 30.0
 """For a command and its answer. On a busy node the answer of a large job takes several."""
-
-
-def console_name(run_id: str, node: int) -> str:
-    """Address of a node's console in the abstract namespace."""
-    return f"\0{_PREFIX}/{run_id[:80]}/{node}"
 
 
 @dataclass
@@ -40,9 +36,9 @@ class _Inquirer:
     """One connection."""
 
     channel: socket.socket
-    reader: FrameReader[Command] = field(default_factory=lambda: FrameReader(COMMANDS, _REQUEST_LIMIT))
+    reader: FrameReader[JobRequest] = field(default_factory=lambda: FrameReader(JOB_REQUESTS, _REQUEST_LIMIT))
     answer: bytearray | None = None
-    """Its part that is not sent yet; None: no command has come."""
+    """Its part that is not sent yet; None: no request has come."""
 
 
 class Console:
@@ -50,6 +46,7 @@ class Console:
 
     def __init__(self, loop: Loop, run_id: str, node: int, handle: Callable[[Command], Answer]) -> None:
         self._loop = loop
+        self._job = job_name(run_id)
         self._handle = handle
         self._callers: dict[int, _Inquirer] = {}
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -104,12 +101,17 @@ class Console:
             self._loop.adjust(caller.channel.fileno(), writing=bool(caller.answer))
 
     def _read(self, caller: _Inquirer) -> bool:
-        """Carry out the first command once it is whole; False at the end of the connection."""
+        """Answer the first request once it is whole; False at the end of the connection."""
         data = caller.channel.recv(_REQUEST_LIMIT)
         if caller.answer is None:
-            for command in itertools.islice(caller.reader.feed(data), 1):
-                caller.answer = bytearray(frame(self._handle(command)))
+            for request in itertools.islice(caller.reader.feed(data), 1):
+                caller.answer = bytearray(frame(self._answer(request)))
         return bool(data)
+
+    def _answer(self, request: JobRequest) -> Answer:
+        if request.job != self._job:
+            return Refusal(f"this is the agent of job {self._job!r}, not of {request.job!r}: nothing is done")
+        return self._handle(request.command)
 
     def _drop(self, caller: _Inquirer) -> None:
         fd = caller.channel.fileno()

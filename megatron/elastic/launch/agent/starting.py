@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from megatron.elastic.control.starting import StartStatus, fingerprint, start_name
+from megatron.elastic.control.socket_names import start_name
+from megatron.elastic.control.starting import StartStatus, fingerprint
 from megatron.elastic.control.wire import frame, printable
 from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.limits import files_needed
@@ -37,7 +38,7 @@ class Starting:
         """True once this launcher serves the job's store."""
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(start_name(printable(job.run_id), os.getpid()))
+            self._socket.bind(start_name(job.run_id, os.getpid()))
             self._socket.listen(_CALLERS)
         except OSError:  # a job whose start the doctor does not see starts all the same
             self._socket.close()
