@@ -287,7 +287,12 @@ class ElasticConfig:
 
     webhook: str | None = None
     """http:// or https:// URL that gets a JSON message (POST) on each loss and at the end of the job. A message that
-    cannot be delivered is given up after three attempts and delays nothing. Default: no messages."""
+    cannot be delivered is given up after three attempts and delays nothing. Other users of the node can read the URL in
+    the launcher's command line: use --elastic-webhook-file for one that holds a token. Default: no messages."""
+
+    webhook_file: str | None = None
+    """File with the URL of --elastic-webhook, readable by its owner alone. Only launchers read it.
+    MEGATRON_ELASTIC_WEBHOOK may hold the URL itself. Use it where the URL holds a token."""
 
     notices: str | None = None
     """Source of notices that this node will be taken away, asked every 5 s: 'aws' (spot interruptions), 'gcp'
@@ -396,6 +401,8 @@ class ElasticConfig:
                 yield "--elastic-health takes a list of gpu, network[=NAME+NAME], disk=FOLDER[:GIB] and clock"
         if self.webhook is not None and not is_web_url(self.webhook):
             yield "--elastic-webhook takes an http:// or https:// URL with a host"
+        if self.webhook is not None and self.webhook_file is not None:
+            yield "--elastic-webhook and --elastic-webhook-file exclude each other: give one"
 
     def _exact_faults(self) -> Iterator[str]:
         if self.exact and self.tensor == "live-on":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.control import env
 from megatron.elastic.control.answers import Acceptance, JobStatus
 from megatron.elastic.control.requests import Status, Stop
 from megatron.elastic.ctl import ask
@@ -91,6 +92,23 @@ def test_workers_get_the_environment_torchrun_gives(tmp_path: Path) -> None:
         for key in ("argv", "main", "path0"):
             assert ours[rank][key] == theirs[rank][key]
         assert ours[rank]["env"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_url_for_messages_is_not_in_a_workers_environment_or_arguments(tmp_path: Path) -> None:
+    program = write(tmp_path, 'say("all", env=dict(os.environ), argv=sys.argv)')
+    url = "http://127.0.0.1:9/T0KEN"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for more, given in (((), {env.WEBHOOK: url}), (("--elastic-webhook", url), {})):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "1", *program, *more],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            env={**environ, **given},
+            cwd=ROOT,
+        )
+        assert done.returncode == 0 and '"all"' in done.stdout and "T0KEN" not in done.stdout, done.stderr
+        assert "a message to 127.0.0.1 was not delivered" in done.stderr and "T0KEN" not in done.stderr
 
 
 def test_a_module_and_a_program_that_is_not_python(tmp_path: Path) -> None:

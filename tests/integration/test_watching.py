@@ -64,6 +64,10 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     with receiver() as server:
         result = watched(tmp_path, look, "--elastic-webhook", server.url)
         (_, told), (_, ended) = server.wait(2)
+    assert "token=hidden" in server.url and "token=hidden" not in result.output
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"token=hidden" in path.read_bytes()] == []
+    assert {"common.pt"} <= {path.name for path in files}
     (loss,) = told["losses"]
     assert (told["event"], loss["rank"], loss["cause"]) == ("loss", 3, "signal SIGKILL")
     assert (ended["event"], ended["exit_status"], ended["losses_total"]) == ("end", 3, 1)

@@ -27,6 +27,7 @@ __all__ = [
     "SLOTS",
     "SLOT_FD",
     "STORE",
+    "WEBHOOK",
 ]
 
 SLOTS: Final = "MEGATRON_ELASTIC_SLOTS"
@@ -46,6 +47,9 @@ ETCD_USER: Final = "MEGATRON_ELASTIC_ETCD_USER"
 
 ETCD_PASSWORD: Final = "MEGATRON_ELASTIC_ETCD_PASSWORD"
 """Of :data:`ETCD_USER`. In the environment alone: a command line is seen by others."""
+
+WEBHOOK: Final = "MEGATRON_ELASTIC_WEBHOOK"
+"""The URL of ``--elastic-webhook``, which may hold a token; read by the launcher, and not passed on to its workers."""
 
 STORE: Final = "MEGATRON_ELASTIC_STORE"
 """``HOST:PORT`` of the embedded store, for communicators that meet through it; empty with etcd."""

@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from megatron.elastic.config import ConfigError
+    from megatron.elastic.control import env
     from megatron.elastic.launch.agent.agent import Agent
     from megatron.elastic.launch.agent.loop import Loop
     from megatron.elastic.launch.agent.node_conditions import finding_at_start
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
     pool: Pool | None = None
     try:
         job = parse(argv)
+        os.environ.pop(env.WEBHOOK, None)  # it may hold a token, and a script may log its environment
         name_process("elastic-agent")
         raise_file_limit(job.nodes, job.workers)
         if job.check:

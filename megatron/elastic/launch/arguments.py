@@ -2,7 +2,7 @@
 
 ``parse(argv, environ)`` → :class:`JobSpec`, everything an agent needs, checked.
 Bad input raises :class:`BadCommand` with one line that names the flag and the fix.
-The script's ``--elastic-*`` flags are read, not taken away.
+The script's ``--elastic-*`` flags are read and passed on, except ``--elastic-webhook``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import NodePlace, derive
 from megatron.elastic.launch.domain import domain_of
-from megatron.elastic.launch.secret import job_secret, web_token
-from megatron.elastic.launch.settings import cell_size, elastic_settings
+from megatron.elastic.launch.secret import job_secret, web_token, webhook_url
+from megatron.elastic.launch.settings import cell_size, elastic_settings, without_webhook
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.zygote_messages import Kind
 
@@ -111,6 +111,8 @@ class JobSpec:
     """Hex digits that every process of the job knows, and no other."""
     web_token: str = field(default="", repr=False)
     """Token that requests to the pages of this launcher must carry; empty: none."""
+    webhook: str = field(default="", repr=False)
+    """URL for messages about the job, which may hold a token; empty: none."""
     check: bool = False
     """The script was given ``--elastic-check``: one process of it tells what would be refused."""
     refused: str = ""
@@ -193,6 +195,9 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
     run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
     checks, refused, secret = _checks_only(args), "", ""
     token = web_token(settings.web_token_file) if settings.web_token_file else ""
+    webhook = webhook_url(settings.webhook, settings.webhook_file, environ)
+    # In a check a URL that is none stays there, and the script reports it with all else.
+    arguments = args.training_script_args if settings.webhook is None else without_webhook(args.training_script_args)
     try:
         secret = job_secret(settings.secret_file, environ, alone=place.nodes == 1 and place.etcd is None)
     except ValueError as error:
@@ -215,7 +220,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         etcd=place.etcd,
         kind=kind,
         target=target,
-        arguments=tuple(args.training_script_args),
+        arguments=tuple(arguments),
         adapt=args.adapt,
         preload=_preload(args.preload, kind, target, args.adapt, elastic),
         role=args.role,
@@ -232,6 +237,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         cell=1 if checks else cell_size(args.training_script_args),
         secret=secret,
         web_token=token,
+        webhook=webhook,
         check=checks,
         refused=refused,
     )

@@ -1,4 +1,4 @@
-"""The script's ``--elastic-*`` flags, as far as the launcher needs them: read, never taken away."""
+"""The script's ``--elastic-*`` flags, as far as the launcher needs them: read, and passed on all but one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 
-__all__ = ["cell_size", "elastic_settings"]
+__all__ = ["cell_size", "elastic_settings", "without_webhook"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -39,6 +39,23 @@ def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> E
     if respawn is not None:
         values["respawn"] = respawn
     return ElasticConfig(**values)
+
+
+def without_webhook(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return ``arguments`` without ``--elastic-webhook URL``, in every spelling that :func:`elastic_settings` reads.
+
+    Megatron writes all arguments to its log, to TensorBoard and into checkpoints, and the URL may hold a token.
+    """
+    kept, skip = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if skip:
+            skip = False
+        elif flag.replace("_", "-") == flag_name("webhook"):
+            skip = not equals
+        else:
+            kept.append(argument)
+    return tuple(kept)
 
 
 def cell_size(arguments: Sequence[str]) -> int:

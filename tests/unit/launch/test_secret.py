@@ -11,7 +11,7 @@ import pytest
 
 from megatron.elastic.control import env
 from megatron.elastic.launch.arguments import BadCommand, parse
-from megatron.elastic.launch.secret import job_secret
+from megatron.elastic.launch.secret import job_secret, webhook_url
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRET = "0123456789abcdef" * 2
@@ -79,6 +79,61 @@ def test_several_nodes_and_etcd_need_one(tmp_path: Path, where: list[str]) -> No
     assert env.SECRET in str(caught.value) and "openssl" in str(caught.value) and "\n" not in str(caught.value)
     job = parse([*where, str(script), "--elastic-secret-file", kept(tmp_path)], {})
     assert job.secret == SECRET and SECRET not in repr(job)
+
+
+URL = "https://chat.example/hooks/T0KEN"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--elastic-webhook", URL],
+        [f"--elastic-webhook={URL}"],
+        [f"--elastic_webhook={URL}"],
+        ["--elastic_webhook", URL],
+        ["--elastic-webhook", "http://h/", f"--elastic-webhook={URL}"],
+    ],
+)
+def test_workers_are_not_told_the_url_for_messages(words: list[str], tmp_path: Path) -> None:
+    """Megatron writes all arguments to its log, to TensorBoard and into checkpoints."""
+    script = tmp_path / "train.py"
+    script.touch()
+    job = parse([str(script), "--elastic", *words, "--lr", "1"], {})
+    assert job.webhook == URL and job.arguments == ("--elastic", "--lr", "1")
+
+
+def test_the_url_for_messages_comes_from_the_flag_a_file_or_the_environment(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    file, given = kept(tmp_path, URL + "\n"), {env.WEBHOOK: "http://environment/"}
+    named = ["--elastic-webhook-file", file]
+    job = parse([str(script), "--elastic", *named], given)
+    assert job.webhook == URL and job.arguments == ("--elastic", *named) and URL not in repr(job)
+    assert webhook_url("http://flag/", None, given) == "http://flag/"
+    assert parse([str(script)], given).webhook == "http://environment/"
+    assert parse([str(script)], {}).webhook == ""
+    with pytest.raises(BadCommand, match="--elastic-webhook and --elastic-webhook-file exclude each other"):
+        parse([str(script), *named, "--elastic-webhook", URL], {})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "chat.example/T0KEN", "ftp://h/T0KEN", "http:///T0KEN", f"{URL}\n{URL}", f"{URL} x"]
+)
+def test_a_file_or_variable_without_a_url_is_refused_and_not_shown(text: str, tmp_path: Path) -> None:
+    for file, environ, source in (
+        (kept(tmp_path, text), {}, f"--elastic-webhook-file {tmp_path}/secret"),
+        (None, {env.WEBHOOK: text or "T0KEN"}, env.WEBHOOK),
+    ):
+        with pytest.raises(ValueError, match=f"^{source} must hold one http") as caught:
+            webhook_url(None, file, environ)
+        assert "T0KEN" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_with_the_url_that_others_can_read_or_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--elastic-webhook-file .* chmod 600"):
+        webhook_url(None, kept(tmp_path, URL, 0o644), {})
+    with pytest.raises(ValueError, match=r"^--elastic-webhook-file .*/none: No such file .*: write the URL to it"):
+        webhook_url(None, str(tmp_path / "none"), {})
 
 
 def test_without_one_the_launcher_ends_with_status_1_and_one_line(tmp_path: Path) -> None:

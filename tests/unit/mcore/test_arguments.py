@@ -45,6 +45,7 @@ FROZEN = {
     "--elastic-metrics": None,
     "--elastic-web-token-file": None,
     "--elastic-webhook": None,
+    "--elastic-webhook-file": None,
     "--elastic-notices": None,
     "--elastic-health": None,
     "--elastic-max-losses-per-hour": 0,

@@ -29,7 +29,7 @@ class Display:
         self._report = RunReport(sources)
         self._pages = Pages(job.settings, job.web_token, sources)
         self._console = Console(loop, job.run_id, node, Admin(sources, append).handle)
-        self._webhook = None if job.settings.webhook is None else Webhook(job.settings.webhook)
+        self._webhook = Webhook(job.webhook) if job.webhook else None
         self._losses = 0
         """Losses that messages have told of, here or from another agent."""
         self._ended = False
