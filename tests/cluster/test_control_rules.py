@@ -128,6 +128,9 @@ class OneNode:
     def remains(self, rank: int) -> bool:
         return any(not task.over for task in self._tasks)
 
+    def lease_left(self) -> float:
+        return TIMING.fence
+
     def start(self, rank: int, incarnation: int, newcomer: bool) -> None:
         assert not self.remains(rank), f"rank {rank} is started beside its former process"
         self.newest, self.incarnation = Process(f"rank {rank}.{incarnation}"), incarnation

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import msgspec
 
-from megatron.elastic.control.clock import JobClock, boot_ns
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import (
     Abandoned,
     Condemned,
@@ -239,7 +239,7 @@ class Agent:
     def _extend_leases(self, until_ns: int) -> None:
         self._pool.extend_leases(until_ns)
         # The renewal of an agent that was stopped may be an old one.
-        if self._start_workers is not None and until_ns - boot_ns() > self.timing.fence / 2 * 1e9:
+        if self._start_workers is not None and self._pool.lease_left() > self.timing.fence / 2:
             start, self._start_workers = self._start_workers, None
             start()
 

@@ -1,7 +1,7 @@
 """Restarts of a node's lost ranks, and the end of the job if a rank cannot be restarted.
 
-A rank is started again when nothing is left of its former process and the other ranks of its node have recovered. They
-come first, since the start of a program takes whole cores.
+A rank is started again when nothing is left of its former process, its node's lease has been renewed, and the other
+ranks of its node have recovered. They come first, since the start of a program takes whole cores.
 
 - A newcomer that ends before it takes part is started again after growing pauses, and then given up.
 - If a rank ends before the first step, all ranks start anew.
@@ -39,6 +39,9 @@ class Processes(Protocol):
 
     def remains(self, rank: int) -> bool:
         """True while something is left of a process of ``rank``, also of one that has ended."""
+
+    def lease_left(self) -> float:
+        """Seconds for which a process that starts now may act before it ends itself."""
 
     def start(self, rank: int, incarnation: int, newcomer: bool) -> None:
         """Start that life of ``rank``. ``newcomer``: the job runs already, and the rank will have to be admitted."""
@@ -100,8 +103,10 @@ class Respawn:
         self.processes.start(rank, incarnation, newcomer=rank >= self.state.nominal or not self.state.fresh)
 
     def _may_start(self, rank: int) -> bool:
-        """True if nothing is left of the former process, and the members here are not in its way."""
-        return not self.processes.remains(rank) and not self._in_the_way(rank)
+        """True if nothing is left of the former process, the lease is fresh, and no member here is in its way."""
+        # With a lease that is about to end the process would end before it joined, and count as a failed start.
+        leased = self.processes.lease_left() > self.timing.fence / 2
+        return leased and not self.processes.remains(rank) and not self._in_the_way(rank)
 
     def _in_the_way(self, rank: int) -> bool:
         """True while members here are still in the step that the loss of ``rank`` cut short."""

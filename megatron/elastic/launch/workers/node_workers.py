@@ -29,6 +29,10 @@ class NodeWorkers:
         """See :class:`Processes`."""
         return self.pool.keeps(rank)
 
+    def lease_left(self) -> float:
+        """See :class:`Processes`."""
+        return self.pool.lease_left()
+
     def start(self, rank: int, incarnation: int, newcomer: bool) -> None:
         """See :class:`Processes`."""
         self.by_rank[rank] = self.spawner.start(rank, incarnation, newcomer)

@@ -12,6 +12,7 @@ The status is read from the kernel's process table, or comes from the zygote.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.elastic._process import Deathwatch
+from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.messages import FROM_WORKER, FromWorker, ToWorker
 from megatron.elastic.control.requests import Pending
 from megatron.elastic.control.slot import Slot
@@ -185,6 +187,10 @@ class Pool:
         self._lease_until = until_ns
         for worker in self.workers.values():
             worker.slot.extend_lease(until_ns)
+
+    def lease_left(self) -> float:
+        """Seconds for which a worker that starts now may act; infinite where no lease was ever given."""
+        return (self._lease_until - boot_ns()) / 1e9 if self._lease_until else math.inf
 
     def keeps(self, rank: int) -> bool:
         """True while a process of ``rank``, of any incarnation, is not gone yet."""
