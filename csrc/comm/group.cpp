@@ -5,12 +5,18 @@
 #include <thread>
 #include <utility>
 
+#include "errors.hpp"
+
 namespace elastic::comm {
 namespace {
 
 thread_local const Workers* working_for = nullptr;  // those whose task this thread runs
 
 }  // namespace
+
+void Group::check_counted(uint64_t generation) const {
+  if (counted != generation) throw CommError("group " + name + " was released in an earlier generation");
+}
 
 void Group::run_front(std::unique_lock<std::mutex>& lock) {
   auto work = std::move(queue_.front());

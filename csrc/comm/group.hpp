@@ -25,7 +25,8 @@ struct Group {
   uint64_t id = 0;
   std::string name;
   std::vector<int> members;  // global ranks
-  std::vector<int> living;   // of the present generation; written under the hub's exclusive lock
+  std::vector<int> living;   // of generation `counted`; both are written under the hub's exclusive lock
+  uint64_t counted = 0;      // an older one: the group was released, and edits do not count its living members
   std::atomic<int> me{-1};   // this process's position in `living`
   std::atomic<int> count{0}; // living.size(), readable without the topology
   std::atomic<uint32_t> sequence{0};   // collectives begun in this generation
@@ -33,6 +34,8 @@ struct Group {
   std::atomic<bool> aborted{false};    // by abort(): all work on this group fails until the next edit
   std::atomic<bool> broken{false};     // a collective failed half-way: later ones of the generation do too
 
+  // Throws CommError if the group was released before `generation` began. With the topology held.
+  void check_counted(uint64_t generation) const;
   // Runs `work` after everything asked for earlier; returns when it has run. Rethrows.
   void run(Workers& workers, const std::function<void()>& work);
   // Queues `work` (which must not throw) and returns at once.

@@ -209,7 +209,8 @@ GroupPtr Hub::group(const std::string& name, const std::vector<int>& members) {
 
 void Hub::release(const GroupPtr& group) {
   std::lock_guard<std::mutex> lock(groups_mutex_);
-  groups_.erase(group->id);
+  const auto it = groups_.find(group->id);
+  if (it != groups_.end() && it->second == group) groups_.erase(it);  // else it is a later group of that name
 }
 
 std::vector<int> Hub::waiting_for() const {

@@ -214,6 +214,7 @@ void Hub::size_outbox(const Members& members, uint64_t generation) {
 
 void Hub::place_group(Group& g) const {
   g.living.clear();
+  g.counted = generation();
   int me = -1;
   for (int r : g.members) {
     if (!alive_[size_t(r)]) continue;

@@ -28,6 +28,7 @@ char* contiguous(const Part& part, size_t offset, size_t size) {
 
 Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout, const std::atomic<bool>* awaited)
     : hub_(hub), group_(group), generation_(generation), shared_(hub.enter(generation)) {
+  group.check_counted(generation);
   const int lost = group.lost.load(std::memory_order_acquire);
   if (lost >= 0)
     throw PeerLost(lost, "Connection closed by peer in an earlier collective of this group", hub.stands(lost));

@@ -6,6 +6,7 @@ namespace elastic::comm {
 namespace {
 
 LinkPtr link_to(const Call& call, int rank) {
+  call.group.check_counted(call.generation);
   LinkPtr link = rank >= 0 && rank < call.hub.config().slots ? call.hub.link_ptr(rank) : nullptr;
   if (!link || !call.hub.is_alive(rank)) throw PeerLost(rank, "not a living member");
   return link;

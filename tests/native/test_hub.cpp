@@ -84,6 +84,38 @@ TEST(a_lost_member_is_named_to_everyone_in_the_collective) {
   });
 }
 
+// torch, or a script, may still hold a group that was released. No edit counts its living members any more.
+TEST(a_released_group_is_refused_from_the_next_edit_on) {
+  both([](bool shared) {
+    Ranks ranks(3, shared);
+    ranks.edit(1, ranks.all());
+    std::vector<GroupPtr> groups;
+    for (auto& hub : ranks.hubs) groups.push_back(hub->group("sub", {0, 1, 2}));
+    for (int r = 0; r < 3; ++r) ranks.hubs[size_t(r)]->release(groups[size_t(r)]);
+    ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });  // its own generation
+    const GroupPtr next = ranks.hubs[0]->group("sub", {0, 1, 2});
+    ranks.hubs[0]->release(groups[0]);  // released already: not the new group of that name
+    ranks.hubs[2].reset();
+    ranks.edit(2, {0, 1});
+    CHECK(next->living.size() == 2);
+    const auto refused = [&](const std::function<void(const Call&)>& use) {
+      try {
+        use(ranks.call(0, *groups[0]));
+      } catch (const PeerLost&) {
+        return false;
+      } catch (const CommError& error) {
+        return std::string(error.what()).find("released") != std::string::npos;
+      }
+      return false;
+    };
+    char byte = 0;
+    CHECK(refused([](const Call& call) { barrier(call); }));
+    CHECK(refused([&](const Call& call) { send_to(call, 1, 5, &byte, 1); }));
+    CHECK(refused([&](const Call& call) { receive_from(call, 1, 5, &byte, 1); }));
+    CHECK(refused([&](const Call& call) { receive_from_any(call, 5, &byte, 1); }));
+  });
+}
+
 TEST(who_only_hears_of_a_broken_link_says_so) {
   both([](bool shared) {
     Ranks ranks(3, shared);
