@@ -240,6 +240,10 @@ void Link::complete_loan(const RecvPtr& recv, size_t offset, size_t size) {
   }
   if (recv->loan_allowed) {
     recv->loan = std::make_shared<Loan>(shared_from_this(), offset, data, size);
+    // If its request was let go, no reference is left but those here. The end of a loan runs callbacks, so the last
+    // reference has to go without rx.
+    std::lock_guard<std::mutex> lock(ended_mutex_);
+    ended_.push_back([recv] {});
   } else {
     order_after_sends();
     if (recv->into == nullptr) recv->heap = host_.buffers().take(size);

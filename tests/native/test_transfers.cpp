@@ -1,6 +1,8 @@
 // Messages that are waited for together, and memory on loan: as its lender wrote it for as long as a peer has it.
 #include <algorithm>
+#include <chrono>
 #include <deque>
+#include <future>
 #include <random>
 
 #include "../../csrc/comm/transfers.hpp"
@@ -120,4 +122,45 @@ TEST(what_nobody_received_is_handed_back) {
   ranks.edit(2, ranks.all());
   for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
   CHECK(memory.none_on_loan());
+}
+
+// The receiver let its request go: the link holds the last reference to the loan. To return it is to run callbacks of
+// other messages, and one of these posts on the same link.
+TEST(a_loan_whose_request_was_let_go_ends_outside_the_locks_of_its_link) {
+  using namespace std::chrono_literals;
+  Ranks ranks(3, true);
+  ranks.edit(1, ranks.all());
+  std::vector<GroupPtr> groups;
+  for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
+  Memory memory(*ranks.hubs[0]->lent_memory());
+  const auto keep = std::make_shared<int>(0);
+  std::vector<int> unused(kCount, -1);
+  Transfers(ranks.call(1, *groups[1]), 1).receive(0, unused.data(), kCount * sizeof(int), keep);
+  // Both messages of rank 0 come while the thread that takes them in is held up, so it takes them in one turn.
+  std::promise<void> held, go, posted;
+  char from_0 = 0, from_2 = 0, never = 0;
+  const auto second = receive_from(ranks.call(1, *groups[1]), 2, 2, &from_2, 1, keep);
+  second->on_end([&] {
+    held.set_value();
+    go.get_future().wait();
+  });
+  const auto third = std::make_shared<Recv>();
+  third->key = {groups[1]->id, 4};
+  third->into = &never;
+  third->size = 1;
+  const auto first = receive_from(ranks.call(1, *groups[1]), 0, 3, &from_0, 1, keep);
+  first->on_end([&] {
+    ranks.hubs[1]->link(0)->post(third);
+    posted.set_value();
+  });
+  const char sent = 7;
+  send_to(ranks.call(2, *groups[2]), 1, 2, &sent, 1)->wait(30);
+  held.get_future().wait();
+  send_to(ranks.call(0, *groups[0]), 1, 3, &sent, 1)->wait(30);
+  send_to(ranks.call(0, *groups[0]), 1, 1, memory.filled(1), kCount * sizeof(int))->wait(30);
+  go.set_value();
+  CHECK(posted.get_future().wait_for(20s) == std::future_status::ready && from_0 == sent);
+  ranks.edit(2, ranks.all());
+  for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  CHECK(memory.none_on_loan() && unused[0] == -1);
 }
