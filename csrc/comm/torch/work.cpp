@@ -112,12 +112,16 @@ RequestWork::RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Te
       rank_of_(std::move(rank_of)) {}
 
 void RequestWork::settle(double timeout) {
-  std::lock_guard<std::mutex> one(settle_mutex_);
-  if (settled_) return;
   std::exception_ptr error;
   try {
-    request_->wait(timeout);
-    if (finish_) finish_();
+    request_->wait(timeout);  // without the mutex: it may run what on_end() was given, which settles too
+  } catch (...) {
+    error = std::current_exception();
+  }
+  std::lock_guard<std::mutex> one(settle_mutex_);
+  if (settled_) return;
+  try {
+    if (!error && finish_) finish_();
   } catch (...) {
     error = std::current_exception();
   }

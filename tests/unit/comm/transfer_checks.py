@@ -111,12 +111,35 @@ def counts_add_up_exactly(here: Here, fabric: Fabric) -> None:
     assert all(type(count) is int for count in got)
 
 
+def a_receive_with_a_future_is_waited_for(here: Here, fabric: Fabric) -> None:
+    """The thread that waits takes the message in, and so runs what the future calls. That may wait for it, too."""
+    if here.rank == 0:
+        got, ended = torch.zeros(2, 2), []
+        work = dist.irecv(got.t(), src=1, tag=3)
+        assert work is not None
+        future = work.get_future().then(lambda _: ended.append(work.wait()))
+        dist.barrier()
+        assert work.wait() and work.is_completed()
+        same(got, values(1, 4, torch.float32).view(2, 2).t(), "received")
+        future.wait()
+        assert ended == [True]
+    else:
+        dist.barrier()
+    if here.rank == 1:
+        time.sleep(0.3)  # rank 0 waits by now
+        dist.send(values(1, 4, torch.float32).view(2, 2), dst=0, tag=3)
+
+
 CHECKS: tuple[Check, ...] = (
     messages_of_all_come_once_and_in_order,
     sums_are_over_all_ranks_whatever_was_summed_before,
     counts_add_up_exactly,
 )
-LINK_CHECKS: tuple[Check, ...] = (come_waits_for_nothing, an_edit_ends_a_wait)
+LINK_CHECKS: tuple[Check, ...] = (
+    come_waits_for_nothing,
+    an_edit_ends_a_wait,
+    a_receive_with_a_future_is_waited_for,
+)
 
 # -- loans ---------------------------------------------------------------------
 
