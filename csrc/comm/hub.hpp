@@ -202,6 +202,8 @@ class Hub final : public LinkHost {
   std::unordered_map<uint64_t, GroupPtr> groups_;
   mutable std::mutex groups_mutex_;
   std::mutex edit_mutex_;
+  // By rank, with the incarnation: of a link that was dropped, until the next one is opened. Under edit_mutex_.
+  std::map<int, std::pair<uint64_t, std::shared_ptr<HeldLoans>>> loans_;
   Dials ahead_;                      // half-way when prepare() was ended; under edit_mutex_
   std::atomic<int> edits_waiting_{0};
 

@@ -83,6 +83,8 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
         // The other end, if it lives, must find out before it is asked again which of its links are broken.
         ::shutdown(link->socket(), SHUT_WR);
         link->leave();
+        loans_[r] = {link->incarnation, link->loans()};
+        if (outbox_) outbox_->lent().doubt({r, link->incarnation});
         gone->push_back(std::move(link));
         link.reset();
         ++stats.dropped;
@@ -119,6 +121,12 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   size_rings(members);
   std::map<int, LinkPtr> opened;
   const auto keep = [&] {
+    for (auto& [rank, link] : opened) {
+      const auto before = loans_.find(rank);
+      if (before == loans_.end()) continue;
+      if (before->second.first == link->incarnation) link->take_over(before->second.second);
+      loans_.erase(before);
+    }
     std::lock_guard<std::mutex> lock(parked_mutex_);
     for (auto& [rank, link] : opened) {
       link->watch(epoll_);

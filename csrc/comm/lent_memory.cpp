@@ -58,18 +58,41 @@ bool LentMemory::covers(const char* memory, size_t size) {
 void LentMemory::lend(size_t where, Borrower to) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto range = at(where);
-  if (range != ranges_.end()) range->second.loans.push_back(to);
+  if (range != ranges_.end()) range->second.loans.push_back({to, Came::PresentLink});
 }
 
-void LentMemory::returned(size_t where, Borrower by) {
+void LentMemory::returned(size_t where, Borrower by, bool earlier_link) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto range = at(where);
   if (range == ranges_.end()) return;
   auto& loans = range->second.loans;
-  const auto loan = std::find(loans.begin(), loans.end(), by);
+  const Lent over{by, earlier_link ? Came::EarlierLink : Came::PresentLink};
+  const auto loan = std::find(loans.begin(), loans.end(), over);
   if (loan == loans.end()) return;
   loans.erase(loan);
   merge(range);
+}
+
+void LentMemory::doubt(Borrower of) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [offset, range] : ranges_) {
+    for (Lent& loan : range.loans) {
+      if (loan.to == of) loan.came = Came::Doubtful;
+    }
+  }
+}
+
+void LentMemory::confirmed(size_t where, Borrower by) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto range = at(where);
+  if (range == ranges_.end()) return;
+  auto& loans = range->second.loans;
+  const auto loan = std::find(loans.begin(), loans.end(), Lent{by, Came::Doubtful});
+  if (loan != loans.end()) loan->came = Came::EarlierLink;
+}
+
+void LentMemory::end_doubtful(Borrower by) {
+  end_where([&](const Lent& loan) { return loan == Lent{by, Came::Doubtful}; });
 }
 
 bool LentMemory::on_loan(const char* memory) {
@@ -79,11 +102,14 @@ bool LentMemory::on_loan(const char* memory) {
 }
 
 void LentMemory::keep_only(const std::function<bool(const Borrower&)>& lives) {
+  end_where([&](const Lent& loan) { return !lives(loan.to); });
+}
+
+void LentMemory::end_where(const std::function<bool(const Lent&)>& over) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = ranges_.begin(); it != ranges_.end();) {
     auto& loans = it->second.loans;
-    loans.erase(std::remove_if(loans.begin(), loans.end(), [&](const Borrower& one) { return !lives(one); }),
-                loans.end());
+    loans.erase(std::remove_if(loans.begin(), loans.end(), over), loans.end());
     const size_t next = it->first + it->second.size;
     merge(it);
     it = ranges_.lower_bound(next);

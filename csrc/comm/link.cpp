@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "errors.hpp"
 
@@ -17,6 +18,11 @@ FrameHeader header_for(const Key& key, uint64_t generation, FrameKind kind) {
   h.generation = generation;
   h.key = key;
   return h;
+}
+
+// Frames that an edit does not make void.
+bool of_no_generation(const FrameHeader& h) {
+  return h.kind == FrameKind::Return || h.kind == FrameKind::Held || h.kind == FrameKind::AllHeld;
 }
 
 }  // namespace
@@ -111,7 +117,7 @@ void Link::fail_if_dead_locked() {
   }
   drop_receives(error);
   std::lock_guard<std::mutex> lock(tx_);
-  drop_sends(error);
+  drop_sends(error, true);
 }
 
 // Under rx. What has arrived stays.
@@ -129,9 +135,16 @@ void Link::drop_receives(const std::exception_ptr& error) {
   redirect();
 }
 
-void Link::drop_sends(const std::exception_ptr& error) {
+// Not `for_good`: the link goes on, and so do frames of no generation. They go out with the next ones.
+void Link::drop_sends(const std::exception_ptr& error, bool for_good) {
   detach();
+  std::deque<SendPtr> kept;
   for (auto& send : queue_) {
+    if (!for_good && of_no_generation(send->header) && !send->started) {
+      if (std::exchange(send->counted, false)) host_.background_changed(-1);
+      kept.push_back(send);
+      continue;
+    }
     if (send->header.kind == FrameKind::Lend) {
       host_.lent_memory()->returned(send->header.offset, {rank, incarnation});  // the peer never had it
     }
@@ -139,10 +152,10 @@ void Link::drop_sends(const std::exception_ptr& error) {
   }
   for (auto& [offer, send] : offered_) finish(send, error);
   for (auto& send : waiting_) finish(send, error);
-  queue_.clear();
+  queue_.swap(kept);
   offered_.clear();
   waiting_.clear();
-  queued_.store(false, std::memory_order_release);
+  queued_.store(!queue_.empty(), std::memory_order_release);
 }
 
 void Link::purge(const std::exception_ptr& error) {
@@ -159,11 +172,11 @@ void Link::purge(const std::exception_ptr& error) {
     drop_receives(error);
     unasked_ = bodiless_ = owed_ = 0;
     std::lock_guard<std::mutex> tx_lock(tx_);
-    drop_sends(error);
+    drop_sends(error, false);
     credit_ = kEagerBytes;
     waiting_for_room(false);
   }
-  for (size_t offset : lent) send_return(offset);
+  for (size_t offset : lent) hand_back(offset);
   run_ended();
 }
 
@@ -379,14 +392,40 @@ bool Link::lend(const SendPtr& s) {
   return true;
 }
 
-void Link::send_return(size_t offset) {
-  hand_back(offset);
+void Link::return_loan(size_t offset) {
+  LinkPtr latest;
+  {
+    std::lock_guard<std::mutex> lock(loans_->mutex);
+    auto& offsets = loans_->offsets;
+    const auto at = std::find(offsets.begin(), offsets.end(), offset);
+    if (at != offsets.end()) offsets.erase(at);
+    latest = loans_->latest.lock();
+  }
+  if (!latest) latest = shared_from_this();
+  latest->hand_back(offset, latest.get() == this ? 0 : kEarlierLink);
+  latest->run_ended();
+}
+
+// Under the lock: no loan that is named may be returned before it was.
+void Link::take_over(const std::shared_ptr<HeldLoans>& loans) {
+  loans_ = loans;
+  {
+    std::lock_guard<std::mutex> lock(loans->mutex);
+    loans->latest = weak_from_this();
+    FrameHeader h = header_for({}, 0, FrameKind::Held);
+    for (size_t offset : loans->offsets) {
+      h.offset = offset;
+      send_control(h);
+    }
+    send_control(header_for({}, 0, FrameKind::AllHeld));
+  }
   run_ended();
 }
 
-// As send_return, where the caller holds rx and tells afterwards. Of no generation: it is heard in any.
-void Link::hand_back(size_t offset) {
+// The caller runs what has ended afterwards, without rx. Of no generation: it is heard in any.
+void Link::hand_back(size_t offset, uint16_t flags) {
   FrameHeader h = header_for({}, 0, FrameKind::Return);
+  h.flags = flags;
   h.offset = offset;
   send_control(h);
 }
@@ -395,13 +434,13 @@ void Link::leave() {
   {
     std::lock_guard<std::mutex> lock(tx_);
     failed_all_.store(true, std::memory_order_release);
-    drop_sends(std::make_exception_ptr(CommError("the link was let go")));  // also what was returned meanwhile
+    drop_sends(std::make_exception_ptr(CommError("the link was let go")), true);  // also what was returned meanwhile
   }
   run_ended();
 }
 
 void Loan::give_back() {
-  if (getpid() == process_ && !over_.exchange(true)) link_->send_return(offset_);
+  if (getpid() == process_ && !over_.exchange(true)) link_->return_loan(offset_);
 }
 
 // As send_ack, where the caller holds rx and tells afterwards.

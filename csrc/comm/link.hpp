@@ -40,6 +40,15 @@ class LinkHost {
   virtual void background_changed(int by) = 0;   // messages the progress thread looks after
 };
 
+class Link;
+
+// The loans of one peer process to this one that are not over, whichever link they came over.
+struct HeldLoans {
+  std::mutex mutex;  // lock order: rx → this → tx
+  std::vector<size_t> offsets;  // in the peer's memory
+  std::weak_ptr<Link> latest;   // the link that took over last; empty if none has
+};
+
 class Link : public std::enable_shared_from_this<Link> {
  public:
   Link(LinkHost& host, int rank, uint64_t incarnation);
@@ -71,7 +80,11 @@ class Link : public std::enable_shared_from_this<Link> {
   void send_ack(uint32_t block);
   // A message that lies in memory to be lent; whether it was sent so. It ends at once, while the loan goes on.
   bool lend(const SendPtr& send);
-  void send_return(size_t offset);
+  // A loan that came over this link is over. The lender is told by the link that has taken over since, if one has.
+  void return_loan(size_t offset);
+  const std::shared_ptr<HeldLoans>& loans() const { return loans_; }
+  // Before anything is received here: loans that came over the links before this one go on.
+  void take_over(const std::shared_ptr<HeldLoans>& loans);
   // From now on nothing is sent, and the host is left alone: for links that their hub lets go.
   void leave();
   void send_abort(uint64_t group, int lost);
@@ -141,11 +154,11 @@ class Link : public std::enable_shared_from_this<Link> {
   bool push_message(Send& send, bool* moved);
   bool flush_locked();
   void taken(uint32_t offer);
-  void drop_sends(const std::exception_ptr& error);
+  void drop_sends(const std::exception_ptr& error, bool for_good);
 
   // --- receiving; under rx ---
   void acknowledge(uint32_t block);
-  void hand_back(size_t offset);
+  void hand_back(size_t offset, uint16_t flags = 0);
   RecvPtr take_posted(const Key& key);
   bool claim(const RecvPtr& recv);
   void grant(const RecvPtr& recv, uint32_t offer, size_t total);
@@ -157,6 +170,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void keep(const Key& key, ArrivedPtr message);
   void begin_message(const FrameHeader& header);
   void end_data(const FrameHeader& header);
+  void end_lent(const FrameHeader& header);
   void withdrawn(const FrameHeader& header);
   void order_after_sends();
   void hand_over(const RecvPtr& recv, Arrived& arrived);
@@ -194,6 +208,8 @@ class Link : public std::enable_shared_from_this<Link> {
   size_t bodiless_ = 0;  // messages kept without
   size_t owed_ = 0;  // credit not returned yet
   bool rejected_ = false;
+
+  std::shared_ptr<HeldLoans> loans_ = std::make_shared<HeldLoans>();
 
   std::atomic<bool> ring_{false};  // a frame was pushed under rx: the doorbell is due
   std::atomic<bool> dead_{false};

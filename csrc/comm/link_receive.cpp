@@ -239,6 +239,10 @@ void Link::complete_loan(const RecvPtr& recv, size_t offset, size_t size) {
     return misfit(recv, size);
   }
   if (recv->loan_allowed) {
+    {
+      std::lock_guard<std::mutex> lock(loans_->mutex);
+      loans_->offsets.push_back(offset);
+    }
     recv->loan = std::make_shared<Loan>(shared_from_this(), offset, data, size);
     // If its request was let go, no reference is left but those here. The end of a loan runs callbacks, so the last
     // reference has to go without rx.
@@ -398,10 +402,20 @@ void Link::forget(const Key& key, const ArrivedPtr& message) {
   if (it->second.empty()) arrived_.erase(it);
 }
 
+// The peer says of what was lent to it.
+void Link::end_lent(const FrameHeader& h) {
+  LentMemory* const memory = host_.lent_memory();
+  if (memory == nullptr && h.kind == FrameKind::AllHeld) return;  // none, then
+  if (memory == nullptr) return malformed("nothing was lent");
+  const Borrower peer{rank, incarnation};
+  if (h.kind == FrameKind::Return) return memory->returned(h.offset, peer, (h.flags & kEarlierLink) != 0);
+  if (h.kind == FrameKind::Held) return memory->confirmed(h.offset, peer);
+  memory->end_doubtful(peer);
+}
+
 void Link::end(const FrameHeader& h) {
-  if (h.kind == FrameKind::Return) {
-    LentMemory* const memory = host_.lent_memory();
-    return memory == nullptr ? malformed("nothing was lent") : memory->returned(h.offset, {rank, incarnation});
+  if (h.kind == FrameKind::Return || h.kind == FrameKind::Held || h.kind == FrameKind::AllHeld) {
+    return end_lent(h);
   }
   if (h.generation < host_.generation()) {
     if (h.kind == FrameKind::Lend) hand_back(h.offset);

@@ -67,7 +67,7 @@ class Loan {
   const std::shared_ptr<Link>& mapping() const { return link_; }
 
  private:
-  const std::shared_ptr<Link> link_;
+  const std::shared_ptr<Link> link_;  // over which it came
   const size_t offset_;
   const char* const data_;
   const size_t size_;

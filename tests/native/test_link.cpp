@@ -366,8 +366,8 @@ TEST(a_frame_that_breaks_the_rules_breaks_the_link) {
   h = frame(FrameKind::Ack);
   h.magic = 1;
   bad.push_back({h});
-  h = frame(FrameKind::Return);  // nothing was lent
-  bad.push_back({h});
+  bad.push_back({frame(FrameKind::Return)});  // nothing was lent
+  bad.push_back({frame(FrameKind::Held)});
   h = frame(FrameKind::Lend);  // of memory that is not shared
   h.total = 64;
   bad.push_back({h});
@@ -420,7 +420,7 @@ TEST(random_frames_are_taken_in_or_break_the_link) {
       link.post(recvs.back());
     }
     for (int i = 0; i < 40 && !link.dead(); ++i) {
-      FrameHeader h = frame(FrameKind(1 + random() % 12));
+      FrameHeader h = frame(FrameKind(1 + random() % 14));
       h.generation = some({0, 1, 1, 1, 1, 1});
       h.key = {1, random() % 4};
       h.message = uint32_t(some({0, 0, 0, 1, 2}));

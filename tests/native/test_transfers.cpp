@@ -164,3 +164,82 @@ TEST(a_loan_whose_request_was_let_go_ends_outside_the_locks_of_its_link) {
   for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
   CHECK(memory.none_on_loan() && unused[0] == -1);
 }
+
+// A loan goes on when its link is opened again, and ends once: also one that was returned, or lent, over a broken link.
+TEST(loans_over_a_broken_link_end_over_the_next_one) {
+  Ranks ranks(2, true);
+  std::vector<GroupPtr> groups;
+  for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
+  Memory memory(*ranks.hubs[0]->lent_memory());
+  LentMemory& lent = *ranks.hubs[0]->lent_memory();
+  uint64_t generation = 0;
+  const auto edit = [&] {
+    ranks.edit(++generation, ranks.all());
+    for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  };
+  const auto lend = [&](const int* values, int value) {
+    Kept kept{nullptr, value};
+    ranks.each(ranks.all(), [&](int r) {
+      Transfers transfers(ranks.call(r, *groups[size_t(r)]), 1);
+      std::vector<int> unused(kCount);
+      if (r == 0) transfers.send(1, values, kCount * sizeof(int), nullptr);
+      if (r == 1) transfers.receive(0, unused.data(), kCount * sizeof(int), nullptr);
+      while (!transfers.wait().empty()) kept.loan = transfers.loan(0);
+    });
+    return kept;
+  };
+  edit();
+  std::deque<Kept> over;  // several broken links, one more each time
+  for (int round = 0; round < 6; ++round) {
+    int* const values = memory.filled(round);
+    over.push_back(lend(values, round));
+    const int* const returned = memory.filled(100);
+    const Kept early = lend(returned, 100);
+    const int* const untaken = memory.filled(200);
+    {
+      Transfers transfers(ranks.call(0, *groups[0]), 2);
+      transfers.send(1, untaken, kCount * sizeof(int), nullptr);
+      CHECK(transfers.wait().empty());
+    }
+    ranks.hubs[size_t(round % 2)]->sever(1 - round % 2, true);
+    give_back(early);
+    edit();
+    const auto on_loan = [&](const int* at) { return lent.on_loan(reinterpret_cast<const char*>(at)); };
+    CHECK(on_loan(values) && !on_loan(returned) && !on_loan(untaken));
+    // Lent once more over the new link: each of the two loans ends by itself, in either order.
+    const Kept again = lend(values, round);
+    give_back(round % 4 < 2 ? again : over.back());
+    edit();
+    CHECK(on_loan(values));
+    if (round % 4 < 2) continue;
+    give_back(again);
+    for (const Kept& one : over) give_back(one);
+    over.clear();
+    edit();
+    CHECK(memory.none_on_loan());
+  }
+  for (const Kept& one : over) give_back(one);
+  edit();
+  CHECK(memory.none_on_loan() && memory.made() <= 6);
+}
+
+// Its return waits for room in the link when the edit comes.
+TEST(a_loan_returned_behind_a_message_that_an_edit_drops_is_over) {
+  Ranks ranks(2, true);
+  ranks.edit(1, ranks.all());
+  std::vector<GroupPtr> groups;
+  for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
+  Memory memory(*ranks.hubs[0]->lent_memory());
+  std::vector<int> unused(kCount);
+  const auto lent = send_to(ranks.call(0, *groups[0]), 1, 1, memory.filled(1), kCount * sizeof(int));
+  const auto borrowed =
+      receive_from(ranks.call(1, *groups[1]), 0, 1, unused.data(), kCount * sizeof(int), nullptr, true);
+  borrowed->wait(30);
+  const std::vector<char> large(1 << 20);  // more than the ring, and rank 0 reads nothing
+  const auto stuck = send_to(ranks.call(1, *groups[1]), 0, 2, large.data(), large.size());
+  borrowed->loan()->give_back();
+  CHECK(!stuck->ended() && !memory.none_on_loan());
+  ranks.edit(2, ranks.all());
+  for (int i = 0; i < 2; ++i) ranks.each(ranks.all(), [&](int r) { barrier(ranks.call(r, *groups[size_t(r)])); });
+  CHECK(memory.none_on_loan());
+}
