@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -107,12 +107,12 @@ def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
         yield both
 
 
-def arguments(folder: Path) -> list[str]:
-    """The pod's command: the same in both, the index comes from the environment."""
+def arguments(folder: Path, *options: str) -> list[str]:
+    """The pod's command with more options: the same in both, the index comes from the environment."""
     plain = elastic_command(folder / "events", 1, 1, 1, 100_000, *QUIET, *RARELY, "--save", str(folder / "saved"))
     at = plain.index("--nproc-per-node")
     where = ["--nnodes", "2", "--master-addr", f"{SERVICE}-0.{SERVICE}", "--master-port", "6000"]
-    return [*plain[:at], *where, *plain[at:]]
+    return [*plain[:at], *where, *options, *plain[at:]]
 
 
 def in_the_manifest(text: str) -> bool:
@@ -120,12 +120,12 @@ def in_the_manifest(text: str) -> bool:
 
 
 @contextmanager
-def running(folder: Path, both: tuple[Pod, Pod]) -> Iterator[tuple[RunningJob, RunningJob]]:
-    """Launchers of both pods."""
+def running(folder: Path, both: tuple[Pod, Pod], *of_first: str) -> Iterator[tuple[RunningJob, RunningJob]]:
+    """Launchers of both pods; ``of_first``: options that the first alone has."""
     assert in_the_manifest(f"{SERVICE}-0.{SERVICE}") and in_the_manifest("job-completion-index")
     first, second = (
-        RunningJob(folder / "events", pod.command(arguments(folder)), environ=pod.environment(), named=False)
-        for pod in both
+        RunningJob(folder / "events", pod.command(arguments(folder, *more)), environ=pod.environment(), named=False)
+        for pod, more in zip(both, (of_first, ()), strict=True)
     )
     with first, second:
         yield first, second
@@ -165,3 +165,27 @@ def test_the_cable_is_pulled(tmp_path: Path) -> None:
         first.launcher.send_signal(signal.SIGTERM)
         check_left(tmp_path, first.finish())
         assert re.search(r"node|unreachable", first.output)
+
+
+def own_name_is_loopback(folder: Path, pod: Pod) -> Pod:
+    """The same host with a hosts file as Debian writes it: the host's own name is 127.0.1.1."""
+    hosts = folder / "own_hosts"
+    hosts.write_text(pod.hosts.read_text().replace(f"{address(pod.index)} ", "127.0.1.1 "))
+    return replace(pod, hosts=hosts)
+
+
+def test_a_job_starts_where_the_first_hosts_own_name_is_a_loopback_address(tmp_path: Path) -> None:
+    with pods(tmp_path) as (first_pod, second_pod):
+        both = own_name_is_loopback(tmp_path, first_pod), second_pod
+        with running(tmp_path, both) as (first, second):
+            second.wait_for(r"iteration +3/")
+            first.launcher.send_signal(signal.SIGTERM)
+            assert (first.finish().code, second.finish().code) == (3, 3)
+
+
+def test_an_address_that_the_other_host_cannot_reach_is_refused_by_both(tmp_path: Path) -> None:
+    with pods(tmp_path) as both, running(tmp_path, both, "--local-addr", "127.0.1.1") as ran:
+        for result in (job.finish() for job in ran):
+            assert result.code == 1, result.output
+            assert "error: node 0 announces the loopback address 127.0.1.1" in result.output
+            assert "--local-addr" in result.output and "Traceback" not in result.output

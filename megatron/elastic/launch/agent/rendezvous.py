@@ -11,7 +11,6 @@ store where torchrun has it; nothing of the launcher's is in there.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import secrets
 import socket
 import time
@@ -32,6 +31,7 @@ from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
+from megatron.elastic.launch.agent.addresses import LOOPBACK, check_reachable, is_local, is_loopback, own_address
 from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
 from megatron.elastic.launch.messages import say
@@ -41,7 +41,7 @@ __all__ = ["JobMembers", "meet"]
 
 _LOOK_SECONDS = 0.05
 _TELL_SECONDS = 3.0
-_LOOPBACK = "127.0.0.1"
+_LEAVE_SECONDS = 5.0
 
 
 class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,13 +101,13 @@ def meet(job: JobSpec, starting: Starting) -> JobMembers:
     starting.serves = store.server
     signer = Signer(Credentials(job.secret, job.run_id))
     program = _serve_programs(job, store)
-    address = _address(job)
+    address = own_address(job)
     served = program if program is not None else store if isinstance(store, ServedStore) else None
     agent, port = secrets.token_hex(8), job.master_port if served is None else served.port
     node, mine = _take_place(store, signer, job, address, port, agent)
     starting.node = node
     nodes: dict[int, Node] = {}
-    first, cards = (job.master_addr, job.master_port), []
+    first, cards, addresses = (job.master_addr, job.master_port), [], {node: address}
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.least):
         with starting.waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
@@ -118,9 +118,15 @@ def meet(job: JobSpec, starting: Starting) -> JobMembers:
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
         there = _add_node(nodes, number, signer.open(f"card/{number}", found), job)
+        addresses.setdefault(number, there[0])
         cards.append(_digest(found))
         if number == 0:
             first = there if job.etcd is not None else (job.master_addr, there[1])
+    try:
+        check_reachable(addresses)
+    except BadCommand:
+        _leave_together(store, node, job)  # each of them finds the same
+        raise
     for number in range(job.least, job.nodes):
         _add_absent(nodes, number, job)
     nominal = sum(len(nodes[number].ranks) for number in range(job.least)) - job.settings.spares
@@ -133,6 +139,17 @@ def meet(job: JobSpec, starting: Starting) -> JobMembers:
     place = f"{store.host}:{store.port}" if isinstance(store, (ReachedStore, ServedStore)) else ""
     here = _host(job, node)
     return JobMembers(node, store, place, program, signer, nodes, nominal, here, returning, *first, address, agent)
+
+
+def _leave_together(store: Store, node: int, job: JobSpec) -> None:
+    """Have the agent that serves the store end last, so that the others find the same and say so too."""
+    if store.server:
+        end = time.monotonic() + _LEAVE_SECONDS
+        for other in range(job.least):
+            if other != node:
+                store.wait(f"bye/{other}", max(0.01, end - time.monotonic()))
+    else:
+        store.put(f"bye/{node}", b"bye")
 
 
 def _digest(card: bytes) -> str:
@@ -160,11 +177,11 @@ def _serve_programs(job: JobSpec, store: Store) -> TCPStore | None:
         return None
     port = job.master_port if job.nodes == 1 else 0
     try:
-        listener = socket.create_server((_LOOPBACK if job.nodes == 1 else "", port), backlog=128)
+        listener = socket.create_server((LOOPBACK if job.nodes == 1 else "", port), backlog=128)
     except OSError as error:
         raise BadCommand(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
     found = int(listener.getsockname()[1])
-    return TCPStore(_LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _meeting_point(store: Store, job: JobSpec) -> str:
@@ -269,11 +286,11 @@ def _open_store(job: JobSpec, starting: Starting) -> Store:
     credentials = Credentials(job.secret, job.run_id)
     if job.nodes == 1:
         # The port that was asked for is the program's, where there is one that may want it.
-        return _serve(_LOOPBACK, job.master_port if job.elastic else 0, credentials)
+        return _serve(LOOPBACK, job.master_port if job.elastic else 0, credentials)
     host = job.master_addr
     if job.node == 0:
         return _serve(host, job.master_port, credentials)
-    if job.node is None and _is_local(host):
+    if job.node is None and is_local(host):
         with suppress(BadCommand):  # another agent of this machine was first
             return _serve(host, job.master_port, credentials)
     try:
@@ -289,39 +306,6 @@ def _open_store(job: JobSpec, starting: Starting) -> Store:
 def _serve(host: str, port: int, credentials: Credentials) -> ServedStore:
     """On the loopback address where that is how the others are told to come, else on all: names may mean either."""
     try:
-        return serve(host if _is_loopback(host) else "", port, credentials)
+        return serve(host if is_loopback(host) else "", port, credentials)
     except StoreLost as error:
         raise BadCommand(f"cannot serve the store at port {port} ({error}): choose another --master-port") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _address(job: JobSpec) -> str:
-    """This node's address on the way to the first one; --local-addr wins where it can be resolved."""
-    if job.nodes == 1:
-        return "127.0.0.1"
-    try:
-        if job.local_addr_given:
-            return str(socket.getaddrinfo(job.local_addr, 0, type=socket.SOCK_STREAM)[0][4][0])
-        family, kind, _, _, there = socket.getaddrinfo(job.master_addr, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)  # sends nothing: it only asks the routing table
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise BadCommand(f"the address of this node cannot be found ({error}): give it with --local-addr") from None
-
-
-def _is_local(host: str) -> bool:
-    """Only an address of this machine can be bound."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-        return True
-    except OSError:
-        return False
