@@ -185,6 +185,26 @@ def test_the_job_goes_on_without_its_first_agent_which_then_comes_back(server: E
 
 
 @pytest.mark.slow
+def test_launchers_that_were_all_killed_and_are_started_at_once_begin_a_new_run(server: EtcdServer) -> None:
+    where = ("--rdzv-backend", "etcd", "--rdzv-endpoint", server.endpoint)
+    script = ("--seconds", "6000", "--elastic-detection-timeout", "0.5")
+    with cluster(1, nodes=2, options=where, script_options=script) as job:
+        job.wait_members([0, 1])
+        before = {job.pid(rank) for rank in (0, 1)}
+        for agent in job.agents.values():
+            agent.kill()
+        assert not job.survivors()
+        job.events.clear()
+        for node in (0, 1):
+            job.start_agent(node)
+        job.wait_text("to forget an earlier run of this job")
+        job.wait_members([0, 1])
+        assert not before & {job.pid(rank) for rank in (0, 1)}
+        os.kill(job.agents[1].pid, signal.SIGTERM)
+        assert [job.exit_code(node) for node in (0, 1)] == [3, 3]
+
+
+@pytest.mark.slow
 def test_the_end_of_etcd_ends_the_job_with_one_line(tmp_path: Path) -> None:
     with etcd_server(tmp_path) as own:
         where = ("--rdzv-backend", "etcd", "--rdzv-endpoint", own.endpoint)

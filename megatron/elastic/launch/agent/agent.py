@@ -54,6 +54,7 @@ from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
+from megatron.elastic.launch.agent.old_run import PlaceWait
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -103,6 +104,9 @@ class Agent:
         )
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         place = AgentPlace(self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop)
+        self._place_wait = PlaceWait(
+            place, job.run_id, lambda: self._active or self.exit_code is not None, stop=self._stop
+        )
         self._leases: NodeLeases | None = None
         self._presence: Presence | None = None
         if len(members.nodes) > 1:
@@ -157,7 +161,7 @@ class Agent:
             self._show_up()
             self._start_when_leased(lambda rank: 0)
         else:
-            self._loop.after(2 * self.timing.lease, self._give_up_return)
+            self._place_wait.start()
             self._return(None)
         self._loop.run()
         self._leave()
@@ -396,7 +400,7 @@ class Agent:
         self._given_up()
         self._catch_up()
         self._return(None)
-        self._loop.after(2 * self.timing.lease, self._give_up_return)
+        self._place_wait.start()
 
     def _given_up(self) -> None:
         if self._active:
@@ -413,19 +417,11 @@ class Agent:
                 self.append(NodeBack(self.node, self._back_asked, self.members.host, self.members.agent))
         elif isinstance(event, NodeBack) and event.node == self.node:
             if not self._holds_place:  # another one was first; the journal may go on with its loss
-                self._loop.after(2 * self.timing.lease, self._give_up_return)
+                self._place_wait.start()
                 return
             self._active = True
             self._show_up()
             self._start_when_leased(lambda rank: self.state.ranks[rank].incarnation + 1)
-
-    def _give_up_return(self) -> None:
-        if not self._active and self.exit_code is None:
-            say(
-                f"--node-rank {self.node} is already taken by another agent of job "
-                f"{self.job.run_id!r}: choose another number"
-            )
-            self._stop(1)
 
     # -- the end --------------------------------------------------------------------------
 

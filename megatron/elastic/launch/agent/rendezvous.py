@@ -32,6 +32,7 @@ from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.addresses import LOOPBACK, check_reachable, is_local, is_loopback, own_address
+from megatron.elastic.launch.agent.old_run import await_end
 from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
 from megatron.elastic.launch.messages import say
@@ -97,6 +98,15 @@ class JobMembers:
 
 def meet(job: JobSpec, starting: Starting) -> JobMembers:
     """Serve or reach the store and wait for every node. Raises :class:`BadCommand` when that fails."""
+    timing = Timing.derive(job.settings.detection_timeout)
+    while True:
+        members = _meet(job, starting)
+        may_be_old = members.returning and not members.store.embedded
+        if not may_be_old or not await_end(members.store, members.nodes, timing, starting.waiting_for):
+            return members
+
+
+def _meet(job: JobSpec, starting: Starting) -> JobMembers:
     store = _open_store(job, starting)
     starting.serves = store.server
     signer = Signer(Credentials(job.secret, job.run_id))
