@@ -30,11 +30,16 @@ def no_container() -> str:
 
 
 class Waiting:
-    """The launcher of a node of three, the last of which never comes. ``prefix``: a program that starts it."""
+    """The launcher of a node of ``nodes``, of three by default, the last of which never comes.
 
-    def __init__(self, log: Path, prefix: tuple[str, ...], script: list[str], node: int, port: int) -> None:
+    ``prefix``: a program that starts it.
+    """
+
+    def __init__(
+        self, log: Path, prefix: tuple[str, ...], script: list[str], node: int, port: int, nodes: int = 3
+    ) -> None:
         self._log = log
-        where = ["--nnodes", "3", "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(port)]
+        where = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", "1", "--master-port", str(port)]
         with log.open("w") as out:
             self.started = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "megatron.elastic.launch", *where, *script],
@@ -72,9 +77,14 @@ class Waiting:
 
 @contextmanager
 def waiting(
-    folder: Path, prefix: tuple[str, ...] = (), script: list[str] = REHEARSAL, node: int = 0, port: int = 0
+    folder: Path,
+    prefix: tuple[str, ...] = (),
+    script: list[str] = REHEARSAL,
+    node: int = 0,
+    port: int = 0,
+    nodes: int = 3,
 ) -> Iterator[Waiting]:
-    job = Waiting(folder / f"log{node}", prefix, script, node, port or free_port())
+    job = Waiting(folder / f"log{node}", prefix, script, node, port or free_port(), nodes)
     try:
         yield job
     finally:
@@ -128,3 +138,16 @@ def test_a_launcher_whose_first_one_ends_while_both_wait_tells_so_and_may_be_sta
         check_ended(first, ExitCode.DRAINED)
         assert second.started.wait(PATIENCE) == ExitCode.STATE_LOST, second.text()
         assert "before the job had started: start it again" in second.text() and "Traceback" not in second.text()
+
+
+def test_launchers_that_were_given_other_flags_end_before_a_worker_starts(tmp_path: Path) -> None:
+    port = free_port()
+    ours, theirs = [*REHEARSAL, "--lr", "1e-4"], [*REHEARSAL, "--lr=1e-3"]
+    with (
+        waiting(tmp_path, script=ours, port=port, nodes=2) as first,
+        waiting(tmp_path, script=theirs, node=1, port=port, nodes=2) as second,
+    ):
+        for job in (first, second):
+            assert job.started.wait(PATIENCE) == ExitCode.FAILED, job.text()
+        assert "node 1 was started with --lr 1e-3, this one with --lr 1e-4: give all nodes the same" in first.text()
+        assert "node 0 was started with --lr 1e-4, this one with --lr 1e-3: give all nodes the same" in second.text()

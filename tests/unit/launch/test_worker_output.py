@@ -168,6 +168,7 @@ def second_node(spec: JobSpec, pool: Pool) -> Spawner:
         master_port=29501,
         address="10.0.0.2",
         agent="token",
+        unlike="",
     )
     return Spawner(spec, members, pool, WorkerLogs(spec, RANKS))
 

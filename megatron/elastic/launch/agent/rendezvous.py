@@ -33,6 +33,7 @@ from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.addresses import LOOPBACK, check_reachable, is_local, is_loopback, own_address
 from megatron.elastic.launch.agent.old_run import await_end
+from megatron.elastic.launch.agent.same_flags import unlike
 from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
 from megatron.elastic.launch.messages import say
@@ -55,6 +56,8 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: Int64
     agent: str
     """The agent's token."""
+    arguments: tuple[str, ...]
+    """What the node passes to the script."""
 
 
 class _Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +97,8 @@ class JobMembers:
     """The address of this node for the others."""
     agent: str
     """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
+    unlike: str
+    """How the flags of another node differ from those here (:func:`same_flags.unlike`); empty: they do not."""
 
 
 def meet(job: JobSpec, starting: Starting) -> JobMembers:
@@ -102,8 +107,13 @@ def meet(job: JobSpec, starting: Starting) -> JobMembers:
     while True:
         members = _meet(job, starting)
         may_be_old = members.returning and not members.store.embedded
-        if not may_be_old or not await_end(members.store, members.nodes, timing, starting.waiting_for):
-            return members
+        if may_be_old and await_end(members.store, members.nodes, timing, starting.waiting_for):
+            continue
+        if members.unlike:
+            if not members.returning:  # to the others of a job that runs, this agent has never been there
+                _leave_together(members.store, members.node, job)
+            raise BadCommand(members.unlike)
+        return members
 
 
 def _meet(job: JobSpec, starting: Starting) -> JobMembers:
@@ -118,6 +128,7 @@ def _meet(job: JobSpec, starting: Starting) -> JobMembers:
     starting.node = node
     nodes: dict[int, Node] = {}
     first, cards, addresses = (job.master_addr, job.master_port), [], {node: address}
+    arguments: dict[int, tuple[str, ...]] = {}
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.least):
         with starting.waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
@@ -127,11 +138,12 @@ def _meet(job: JobSpec, starting: Starting) -> JobMembers:
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
-        there = _add_node(nodes, number, signer.open(f"card/{number}", found), job)
-        addresses.setdefault(number, there[0])
+        card = _add_node(nodes, number, signer.open(f"card/{number}", found), job)
+        addresses.setdefault(number, card.address)
+        arguments[number] = card.arguments
         cards.append(_digest(found))
         if number == 0:
-            first = there if job.etcd is not None else (job.master_addr, there[1])
+            first = (job.master_addr if job.etcd is None else card.address), card.port
     try:
         check_reachable(addresses)
     except BadCommand:
@@ -148,7 +160,10 @@ def _meet(job: JobSpec, starting: Starting) -> JobMembers:
     signer = _agree_on_launch(store, signer, cards, None if returning or mine is None else _digest(mine), job)
     place = f"{store.host}:{store.port}" if isinstance(store, (ReachedStore, ServedStore)) else ""
     here = _host(job, node)
-    return JobMembers(node, store, place, program, signer, nodes, nominal, here, returning, *first, address, agent)
+    differs = unlike(job.arguments, arguments) if job.elastic else ""  # another program may be given the node's number
+    return JobMembers(
+        node, store, place, program, signer, nodes, nominal, here, returning, *first, address, agent, differs
+    )
 
 
 def _leave_together(store: Store, node: int, job: JobSpec) -> None:
@@ -242,7 +257,7 @@ def _take_place(
 ) -> tuple[int, bytes | None]:
     """This agent's node number and its card; None for one that takes over from an earlier agent of that number."""
     for node in _candidates(store, job):
-        card = _Card(_host(job, node), address, port, job.workers, job.nodes, agent)
+        card = _Card(_host(job, node), address, port, job.workers, job.nodes, agent, job.arguments)
         place = f"card/{node}"
         mine = signer.sign(place, encode(card))
         if store.create(place, mine) == mine:
@@ -263,8 +278,8 @@ def _candidates(store: Store, job: JobSpec) -> list[int]:
     return [0] if store.server else list(range(1, job.nodes))
 
 
-def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobSpec) -> tuple[str, int]:
-    """Enter a node by its card; returns its address and the port given to it."""
+def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobSpec) -> _Card:
+    """Enter a node by its card, which is returned."""
     first = sum(len(node.ranks) for node in nodes.values())
     try:
         if body is None:
@@ -277,7 +292,7 @@ def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobS
             )
         ranks = tuple(range(first, first + card.workers))
         nodes[number] = Node(card.host, ranks, agent=card.agent)
-        return card.address, card.port
+        return card
     except ProtocolError as error:
         raise BadCommand(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
 
