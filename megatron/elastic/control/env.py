@@ -14,6 +14,7 @@ __all__ = [
     "DOMAIN",
     "ETCD_PASSWORD",
     "ETCD_USER",
+    "EXIT_SIGNAL",
     "HOST",
     "INCARNATION",
     "NEWCOMER",
@@ -81,6 +82,9 @@ NODE: Final = "MEGATRON_ELASTIC_NODE"
 
 POSITION: Final = "MEGATRON_ELASTIC_POSITION"
 """Number of this worker among those of its node; ``LOCAL_RANK`` is 0 for all of them with ``--virtual-local-rank``."""
+
+EXIT_SIGNAL: Final = "MEGATRON_ELASTIC_EXIT_SIGNAL"
+"""Name of the signal that drains the job beside SIGTERM (``--exit-signal``); empty: none."""
 
 SEGMENT_PREFIX: Final = "MEGATRON_ELASTIC_SEGMENT_PREFIX"
 """Shared-memory segments in /dev/shm must begin with this; the launcher removes what is left of them."""

@@ -25,7 +25,7 @@ from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import NodePlace, derive
 from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret, web_token, webhook_url
-from megatron.elastic.launch.settings import cell_size, elastic_settings, without_webhook
+from megatron.elastic.launch.settings import cell_size, elastic_settings, exit_signal, without_webhook
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.zygote_messages import Kind
 
@@ -102,6 +102,8 @@ class JobSpec:
     """Seconds an elastic job may take to save and end after a signal; as ``shutdown_timeout`` where that is given."""
     signals: tuple[str, ...]
     """Names of the signals that drain the job."""
+    exit_signal: str
+    """The one of them that the script names (``--exit-signal``), which drains it from a worker too; empty: none."""
     elastic: bool
     """The script was given ``--elastic``."""
     settings: ElasticConfig
@@ -193,6 +195,8 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
     if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
         raise ValueError(f"--shutdown-timeout takes seconds, 0 or more, got {args.shutdown_timeout}")
     run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
+    elastic = "--elastic" in args.training_script_args
+    asked = _signals(exit_signal(args.training_script_args), "--exit-signal") if elastic else ()
     checks, refused, secret = _checks_only(args), "", ""
     token = web_token(settings.web_token_file) if settings.web_token_file else ""
     webhook = webhook_url(settings.webhook, settings.webhook_file, environ)
@@ -204,7 +208,6 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         if not checks:
             raise
         refused = str(error)
-    elastic = "--elastic" in args.training_script_args
     return JobSpec(
         run_id=run_id,
         node=place.node,
@@ -231,7 +234,8 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         max_restarts=args.max_restarts,
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
         drain_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else _DRAIN_SECONDS),
-        signals=signals,
+        signals=tuple(dict.fromkeys((*signals, *asked))),
+        exit_signal=asked[0] if asked else "",
         elastic=elastic,
         settings=settings,
         cell=1 if checks else cell_size(args.training_script_args),
@@ -301,9 +305,9 @@ def _shown(local_ranks_filter: str) -> frozenset[int] | None:
         raise ValueError(f"--local-ranks-filter takes numbers like 0,1, got {local_ranks_filter!r}") from None
 
 
-def _signals(names: str) -> tuple[str, ...]:
+def _signals(names: str, flag: str = "--signals-to-handle") -> tuple[str, ...]:
     found = tuple(name.strip() for name in names.split(",") if name.strip())
     unknown = [name for name in found if name not in signal.Signals.__members__]
     if unknown or {"SIGKILL", "SIGSTOP"} & set(found):
-        raise ValueError(f"--signals-to-handle takes names of signals that can be handled, got {names!r}")
+        raise ValueError(f"{flag} takes names of signals that can be handled, such as SIGUSR1; got {names!r}")
     return found

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 
-__all__ = ["cell_size", "elastic_settings", "without_webhook"]
+__all__ = ["cell_size", "elastic_settings", "exit_signal", "without_webhook"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -39,6 +39,16 @@ def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> E
     if respawn is not None:
         values["respawn"] = respawn
     return ElasticConfig(**values)
+
+
+def exit_signal(arguments: Sequence[str]) -> str:
+    """Return the name in ``--exit-signal`` if the script has ``--exit-signal-handler`` too, else an empty text."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    flags = [word.replace("_", "-") for word in words]
+    if "--exit-signal-handler" not in flags or "--exit-signal" not in flags[:-1]:
+        return ""
+    last = len(flags) - 2 - flags[-2::-1].index("--exit-signal")
+    return words[last + 1]
 
 
 def without_webhook(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -75,7 +75,8 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     membership.sample(lambda: _waiting(fabric))
     install(fabric)
     # Slurm and others signal every process of a job, not only the launcher.
-    signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
+    for name in filter(None, ("SIGTERM", os.environ.get(env.EXIT_SIGNAL))):
+        signal.signal(signal.Signals[name], lambda number, frame: membership.drain())
     return linked(membership, fabric, events, injector, timeout, threads)
 
 

@@ -56,6 +56,30 @@ def test_script_arguments_are_passed_on_untouched(script: str) -> None:
     assert job.settings == ElasticConfig(detection_timeout=0.5, respawn=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--exit-signal-handler", "--exit-signal", "SIGUSR1"], "SIGUSR1"),
+        (["--exit-signal=SIGUSR1", "--exit_signal_handler"], "SIGUSR1"),
+        (["--exit-signal-handler", "--exit-signal", "SIGUSR1", "--exit-signal", "SIGUSR2"], "SIGUSR2"),
+        (["--exit-signal", "SIGUSR1"], ""),
+        (["--exit-signal-handler"], ""),
+        (["--exit-signal-handler", "--exit-signal"], ""),
+    ],
+)
+def test_megatrons_exit_signal_drains_the_job_as_well(script: str, arguments: list[str], name: str) -> None:
+    job = parse([script, "--elastic", *arguments], {})
+    assert job.exit_signal == name
+    assert ("SIGTERM" in job.signals, name in ("", *job.signals)) == (True, True)
+    assert parse([script, *arguments], {}).exit_signal == "", "another program handles its signals itself"
+
+
+@pytest.mark.parametrize("name", ["SIGNOTHING", "SIGKILL"])
+def test_an_exit_signal_that_cannot_be_handled_is_refused(script: str, name: str) -> None:
+    with pytest.raises(BadCommand, match="--exit-signal takes names of signals that can be handled"):
+        parse([script, "--elastic", "--exit-signal-handler", "--exit-signal", name], {})
+
+
 def test_a_script_is_elastic_only_with_its_flag(script: str) -> None:
     """Else plain Megatron's own rendezvous would find its port taken by the elastic store."""
     assert not parse(["--adapt", script], {}).elastic

@@ -31,7 +31,10 @@ from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, name_process, note_process
 from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
-__all__ = ["Start", "become", "reason_of", "run_script"]
+__all__ = ["OF_A_JOB", "Start", "become", "reason_of", "run_script"]
+
+OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a scheduler or a terminal sends to all processes of a job. The zygote ignores them."""
 
 
 @dataclass
@@ -88,7 +91,8 @@ def _take_descriptors(start: Start) -> tuple[int, int]:
 
 
 def _reset_signals() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in OF_A_JOB:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

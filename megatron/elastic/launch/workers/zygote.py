@@ -38,7 +38,7 @@ from megatron.elastic.launch.workers.processes import (
     sweep_segments,
     thread_count,
 )
-from megatron.elastic.launch.workers.worker import Start, become
+from megatron.elastic.launch.workers.worker import OF_A_JOB, Start, become
 from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready
 
 __all__ = ["Zygote", "main", "serve_agent"]
@@ -150,8 +150,8 @@ class Zygote:
 def serve_agent(agent: MessageSocket[Fork], agent_pid: int, modules: Sequence[str]) -> int:
     """Body of the zygote process; return its exit code. A forked worker goes on as the user's program instead."""
     name_process("elastic-zygote")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_A_JOB:
+        signal.signal(number, signal.SIG_IGN)
     # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
     # could keep the zygote from seeing it is being stopped: hence this signal.
     die_with_parent(agent_pid, signal.SIGCONT)

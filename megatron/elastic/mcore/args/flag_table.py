@@ -110,8 +110,9 @@ _LOOP = (
     "--log-batch-size-to-tensorboard", "--log-learning-rate-to-tensorboard", "--log-world-size-to-tensorboard",
     "--tensorboard-dir", "--tensorboard-log-interval", "--tensorboard-queue-size", "--timing-log-level",
     "--timing-log-option", "--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir",
-    "--exit-interval", "--exit-duration-in-mins", "--exit-signal-handler", "--manual-gc", "--manual-gc-interval",
-    "--no-manual-gc-eval", "--empty-unused-memory-level", "--distributed-timeout-minutes", "--local-rank",
+    "--exit-interval", "--exit-duration-in-mins", "--exit-signal-handler", "--exit-signal", "--manual-gc",
+    "--manual-gc-interval", "--no-manual-gc-eval", "--empty-unused-memory-level", "--distributed-timeout-minutes",
+    "--local-rank",
     "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
     "--profile-ranks", "--use-pytorch-profiler", "--skip-train",
 )

@@ -252,7 +252,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
             "a thread of the rank writes its share of a checkpoint"),
     _unused("exit_signal_handler", "--exit-signal-handler",
-            "SIGTERM to the launcher or to any worker drains the job at the next step boundary in any case"),
+            "the signal of --exit-signal to the launcher or to any worker drains the job at the next step boundary; "
+            "SIGTERM does so in any case"),
     Rule("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
         "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
     Rule("error_injection_rate", "--error-injection-rate", (_STEP,), _on, 0, _LEAVE_OUT,
