@@ -371,6 +371,14 @@ def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp
     assert len(errors) == 5 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
+def test_elastic_check_reads_the_faults_to_inject_and_the_schedule_of_rates(tmp_path: Path) -> None:
+    inject = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,step=2,point=typo")
+    done = checked(tmp_path, *inject, "--lr-warmup-iters", "9999", "--global-batch-size", "8")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert "--lr-warmup-iters 9999 must be less than" in errors[0] and "typo" in errors[1]
+
+
 def newer(folder: Path) -> Path:
     """A checkout beside the installed package whose megatron.core says that it is 0.21.1."""
     core = folder / "Megatron-LM" / "megatron" / "core"

@@ -64,6 +64,8 @@ def test_sizes_that_fit_pass() -> None:
     check_sizes(sizes())
     check_sizes(sizes(num_layers=5, decoder_first_pipeline_num_layers=2))
     check_sizes(sizes(global_batch_size=None))
+    check_sizes(sizes(lr_warmup_iters=9, lr=1e-4, min_lr=1e-4, lr_decay_style="WSD", lr_wsd_decay_iters=3))
+    check_sizes(sizes(lr_warmup_iters=0, lr_warmup_fraction=0.5, lr_decay_iters=20))
     check_sizes(sizes(full_validation=True, multiple_validation_sets=True, eval_interval=None))
     check_sizes(sizes(train_iters=None, train_samples=160))
     check_sizes(sizes(train_iters=None, eval_interval=None, skip_train=True))
@@ -80,6 +82,15 @@ def test_sizes_that_fit_pass() -> None:
     [
         ({"train_iters": None}, ("--train-iters or --train-samples",)),
         ({"eval_interval": None}, ("--eval-interval", "--eval-iters 0")),
+        ({"lr_warmup_iters": 10}, ("--lr-warmup-iters 10", "less than --train-iters 10")),
+        ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, ("--lr-warmup-iters 5", "less than --lr-decay-iters 5")),
+        (
+            {"train_iters": None, "train_samples": 160, "lr_warmup_samples": 200},
+            ("--lr-warmup-samples 200", "less than --train-samples 160"),
+        ),
+        ({"lr": 1e-4, "min_lr": 1e-3}, ("--min-lr 0.001 is above --lr 0.0001",)),
+        ({"lr": 1e-4, "lr_warmup_init": 1e-3}, ("--lr-warmup-init 0.001 is above --lr 0.0001",)),
+        ({"lr_decay_style": "WSD"}, ("--lr-decay-style WSD", "--lr-wsd-decay-iters")),
         ({"multiple_validation_sets": True}, ("--multiple-validation-sets", "add --full-validation")),
         ({"world_size": 2}, ("too few ranks", "--tensor-model-parallel-size 2", "--nproc-per-node")),
         ({"world_size": 6}, ("6 ranks", "--pipeline-model-parallel-size 2")),

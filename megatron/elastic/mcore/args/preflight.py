@@ -56,6 +56,7 @@ def _size_faults(args: Namespace) -> Iterator[str]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     world = args.world_size
     yield from _length_faults(args)
+    yield from _rate_faults(args)
     yield from _model_faults(args, tp, pp)
     if world < tp * pp * cp:
         yield (
@@ -84,6 +85,23 @@ def _length_faults(args: Namespace) -> Iterator[str]:
             "--eval-interval is missing or 0, and Megatron counts validation samples by it: give the steps between "
             "two validations (with --eval-iters 0 there is none)"
         )
+
+
+def _rate_faults(args: Namespace) -> Iterator[str]:
+    """Yield settings of the learning rate that Megatron's scheduler asserts not to get."""
+    unit = "iters" if args.train_iters else "samples"
+    whole, decay = getattr(args, f"train_{unit}"), getattr(args, f"lr_decay_{unit}", None)
+    steps, flag = (whole, f"--train-{unit}") if decay is None else (decay, f"--lr-decay-{unit}")
+    warm_up = getattr(args, f"lr_warmup_{unit}", None) or 0
+    if steps and getattr(args, "lr_warmup_fraction", None) is None and warm_up >= steps:
+        yield f"--lr-warmup-{unit} {warm_up} must be less than {flag} {steps}: change one of the two"
+    highest = getattr(args, "lr", None)
+    for name in ("min_lr", "lr_warmup_init"):
+        least = getattr(args, name, None) or 0.0
+        if highest is not None and least > highest:
+            yield f"--{name.replace('_', '-')} {least:g} is above --lr {highest:g}: change one of the two"
+    if getattr(args, "lr_decay_style", None) == "WSD" and getattr(args, f"lr_wsd_decay_{unit}", None) is None:
+        yield f"--lr-decay-style WSD needs the length of the decay at the end: give --lr-wsd-decay-{unit}"
 
 
 def _model_faults(args: Namespace, tp: int, pp: int) -> Iterator[str]:

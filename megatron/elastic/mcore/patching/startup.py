@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.inject import parse as parse_faults
 from megatron.elastic.mcore.args import arguments, combinations, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.args.moments import take_over_moments
@@ -208,6 +209,8 @@ class Startup:
                     redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
                 ):
                     result = original(**call)
+            with faults.collecting():
+                parse_faults(config.inject)
             for check in (preflight.check_data, preflight.check_shared_memory):
                 with faults.collecting():
                     check(parsed)
