@@ -28,8 +28,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # _exit: daemon threads may wait in the store, and nothing is left to flush but these two.
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    # _exit: daemon threads may wait in the store or for the console, and all is flushed.
+    os._exit(main(sys.argv[1:]))

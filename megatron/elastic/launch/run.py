@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.control import env
@@ -19,6 +18,7 @@ from megatron.elastic.launch.arguments import BadCommand, JobSpec, parse
 from megatron.elastic.launch.check import check
 from megatron.elastic.launch.early_signals import EarlySignals
 from megatron.elastic.launch.limits import raise_file_limit
+from megatron.elastic.launch.messages import CONSOLE
 from megatron.elastic.launch.workers.pool import Pool, PoolEvents
 from megatron.elastic.launch.workers.processes import name_process
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess, may_fork
@@ -48,6 +48,7 @@ def run(argv: list[str], signals: EarlySignals, threads_given: bool) -> int:
         # First of all: a fork also copies whatever else is open.
         zygote = _start_zygote(job, threads_given)
         signals.kill = zygote.kill
+        CONSOLE.write_apart()
         agents: list[Agent] = []
         events = PoolEvents(
             said=lambda worker, message: agents[0].said(worker, message),
@@ -61,10 +62,10 @@ def run(argv: list[str], signals: EarlySignals, threads_given: bool) -> int:
         starting.close()
         return agents[0].run()
     except (BadCommand, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        CONSOLE.put(f"error: {error}\n")
         return 1
     except StoreLost as error:
-        print(f"error: {error}, before the job had started: start it again", file=sys.stderr)
+        CONSOLE.put(f"error: {error}, before the job had started: start it again\n")
         return ExitCode.STATE_LOST
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -73,6 +74,7 @@ def run(argv: list[str], signals: EarlySignals, threads_given: bool) -> int:
             pool.close()
         if loop is not None:
             loop.close()
+        CONSOLE.flush()
 
 
 def _start_zygote(job: JobSpec, threads_given: bool) -> ZygoteProcess:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from string import Template
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -21,6 +22,7 @@ from megatron.elastic.launch.messages import say
 __all__ = ["WorkerLogs"]
 
 _TAIL_BYTES = 1 << 14
+_CLOSE_SECONDS = 10.0
 
 
 class WorkerLogs:
@@ -67,9 +69,15 @@ class WorkerLogs:
         return ()
 
     def close(self) -> None:
-        """Print what is not printed yet and stop."""
-        for tail in self._tails:
-            tail.stop()
+        """Print what is not printed yet and stop; a console that is not read delays this for a bounded time."""
+
+        def stop() -> None:
+            for tail in self._tails:
+                tail.stop()
+
+        stopping = threading.Thread(target=stop, name="tails", daemon=True)
+        stopping.start()
+        stopping.join(_CLOSE_SECONDS)
 
 
 def _prefixes(job: JobSpec, ranks: tuple[int, ...]) -> dict[int, str] | None:
