@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-    import os, select, socket, sys, threading
+    import os, select, signal, socket, sys, threading
     import torch
     import megatron.elastic.launch.agent.agent
     from megatron.elastic.control.slot import Slot
@@ -30,6 +30,7 @@ PROGRAM = """
 
     assert may_fork(), "a thread that an import starts would make every start of a job slower"
     zygote = getattr(ZygoteProcess, sys.argv[1])(("torch",))
+    os.kill(zygote.pid, signal.SIGTERM)  # as Slurm signals all processes of a step, whatever they do
     heard = messages(zygote)
     next(heard)
     print(os.readlink(f"/proc/{zygote.pid}/fd/0"), os.getsid(zygote.pid) == zygote.pid)

@@ -34,7 +34,10 @@ from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 __all__ = ["OF_A_JOB", "Start", "become", "reason_of", "run_script"]
 
 OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a scheduler or a terminal sends to all processes of a job. The zygote ignores them."""
+"""Signals that a scheduler or a terminal sends to all processes of a job.
+
+The zygote ignores them, because its agent handles them and ends it. They stay blocked until it does.
+"""
 
 
 @dataclass

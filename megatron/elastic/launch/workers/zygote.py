@@ -152,6 +152,7 @@ def serve_agent(agent: MessageSocket[Fork], agent_pid: int, modules: Sequence[st
     name_process("elastic-zygote")
     for number in OF_A_JOB:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_A_JOB)
     # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
     # could keep the zygote from seeing it is being stopped: hence this signal.
     die_with_parent(agent_pid, signal.SIGCONT)

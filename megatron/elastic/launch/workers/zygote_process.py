@@ -13,7 +13,8 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from megatron.elastic.launch.workers.processes import (
     process_state,
     thread_count,
 )
+from megatron.elastic.launch.workers.worker import OF_A_JOB
 from megatron.elastic.launch.workers.zygote import serve_agent
 from megatron.elastic.launch.workers.zygote_messages import Fork, FromZygote
 
@@ -56,10 +58,11 @@ class ZygoteProcess:
         agent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            mine.close()
-            _become_zygote(theirs, agent, preload)
+        with _signals_blocked():
+            pid = os.fork()
+            if pid == 0:
+                mine.close()
+                _become_zygote(theirs, agent, preload)
         theirs.close()
         return cls(pid, mine)
 
@@ -72,7 +75,8 @@ class ZygoteProcess:
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         inherit = (os.POSIX_SPAWN_DUP2, theirs.fileno(), theirs.fileno())  # onto itself: it stays open there
         environ = {**_DRIVER, **os.environ}
-        pid = os.posix_spawn(sys.executable, [*program, *words], environ, file_actions=[null, inherit], setsid=True)
+        with _signals_blocked():
+            pid = os.posix_spawn(sys.executable, [*program, *words], environ, file_actions=[null, inherit], setsid=True)
         theirs.close()
         return cls(pid, mine)
 
@@ -98,6 +102,19 @@ class ZygoteProcess:
         """Let it go on if something stopped it."""
         if not self._ended and process_state(self.pid) == "T":
             signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Let a process that is started within the block get no signal that it will ignore, until it does.
+
+    A scheduler may signal all processes of a job at any time, and the zygote must not end before its agent.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_JOB)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _become_zygote(agent: MessageSocket[Fork], agent_pid: int, preload: Sequence[str]) -> NoReturn:
