@@ -59,6 +59,7 @@ void give_back(const Kept& kept) {
 }  // namespace
 
 // Each rank lends to both others in every round, keeps what it has for some rounds, and gives it back in any thread.
+// Links break.
 TEST(a_loan_does_not_change_whatever_its_lender_and_edits_do) {
   const unsigned seed = 20261128;
   std::printf("  seed %u\n", seed);
@@ -70,7 +71,17 @@ TEST(a_loan_does_not_change_whatever_its_lender_and_edits_do) {
   for (auto& hub : ranks.hubs) groups.push_back(hub->group("mirror", ranks.all()));
   int round = 0;
   for (uint64_t generation = 1; generation <= 8; ++generation) {
+    // Loans end also while their link is replaced.
+    std::vector<Kept> ending;
+    for (auto& mine : kept) {
+      if (mine.empty()) continue;
+      ending.push_back(mine.front());
+      mine.pop_front();
+    }
+    std::thread meanwhile([&] { std::for_each(ending.begin(), ending.end(), give_back); });
+    if (generation > 1) ranks.hubs[generation % 3]->sever(int((generation + 1) % 3), generation % 2 == 0);
     ranks.edit(generation, ranks.all());
+    meanwhile.join();
     const int first = round;
     ranks.each(ranks.all(), [&](int r) {
       std::mt19937 random(seed + unsigned(r) + unsigned(100 * generation));
