@@ -29,15 +29,30 @@ class SocketAddress {
     }
   }
 
+  // For accept() to fill.
+  SocketAddress() = default;
+
   sockaddr* get() { return reinterpret_cast<sockaddr*>(&name_); }
   socklen_t size() const { return family() == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6); }
+  socklen_t capacity() const { return sizeof name_; }
   int family() const { return name_.ss_family; }
+  // The address without the port, in the kernel's form; empty unless it is IPv4 or IPv6.
+  std::string host() const {
+    if (family() == AF_INET) return bytes(reinterpret_cast<const sockaddr_in*>(&name_)->sin_addr);
+    if (family() == AF_INET6) return bytes(reinterpret_cast<const sockaddr_in6*>(&name_)->sin6_addr);
+    return {};
+  }
   int port() const {
     return ntohs(family() == AF_INET ? reinterpret_cast<const sockaddr_in*>(&name_)->sin_port
                                      : reinterpret_cast<const sockaddr_in6*>(&name_)->sin6_port);
   }
 
  private:
+  template <typename T>
+  static std::string bytes(const T& value) {
+    return {reinterpret_cast<const char*>(&value), sizeof value};
+  }
+
   sockaddr_storage name_{};
 };
 

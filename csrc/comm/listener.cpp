@@ -4,6 +4,7 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <sys/un.h>
@@ -13,6 +14,7 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <map>
 
 #include "address.hpp"
 #include "congestion.hpp"
@@ -21,9 +23,18 @@
 namespace elastic::comm {
 namespace {
 
-constexpr size_t kMostHalfWay = 1024;
+constexpr size_t kMostHalfWay = 64;
+constexpr size_t kShareOfFiles = 16;  // of the descriptors, at most one in so many is a stranger's
+// A connection stays at least so long. The ranks of a large job dial at once, and each needs two round trips.
+constexpr auto kLeastTime = std::chrono::milliseconds(100);
 constexpr int kBacklog = 1024;
 constexpr int kLookMilliseconds = 50;  // between checks for handshakes that take too long
+
+size_t most_half_way() {
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) != 0) return kMostHalfWay;
+  return std::clamp<size_t>(size_t(files.rlim_cur) / kShareOfFiles, 1, kMostHalfWay);
+}
 
 [[noreturn]] void raise(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno));
@@ -69,7 +80,7 @@ int listen_unix(const std::string& abstract_name) {
 
 Listener::Listener(const std::string& address, const std::string& unix_name, double handshake_seconds,
                    Callbacks callbacks)
-    : callbacks_(std::move(callbacks)), patience_(handshake_seconds) {
+    : callbacks_(std::move(callbacks)), patience_(handshake_seconds), most_half_way_(most_half_way()) {
   tcp_ = listen_tcp(address, &port_);
   congestion_control_ = congestion_control(tcp_);
   use_plain_congestion_control(tcp_);  // what is accepted has it from its first packet on
@@ -102,9 +113,38 @@ std::array<uint64_t, 9> Listener::refused() const {
   return out;
 }
 
+void Listener::listen_on(bool yes) {
+  paused_ = !yes;
+  for (int* listening : {&tcp_, &unix_}) {
+    if (*listening < 0) continue;
+    epoll_event event{};
+    event.events = yes ? EPOLLIN : 0u;
+    event.data.ptr = listening;
+    epoll_ctl(epoll_, EPOLL_CTL_MOD, *listening, &event);
+  }
+}
+
+// Returns true if one more may be half-way. A host cannot keep others out: of the address that has most of them, the
+// oldest makes way.
+bool Listener::make_room() {
+  if (pending_.size() < most_half_way_) return true;
+  std::map<std::string, size_t> counts;
+  for (const auto& n : pending_) ++counts[n->address];
+  const auto fewer = [](const auto& a, const auto& b) { return a.second < b.second; };
+  const std::string& crowded = std::max_element(counts.begin(), counts.end(), fewer)->first;
+  const auto oldest =
+      std::find_if(pending_.begin(), pending_.end(), [&](const auto& n) { return n->address == crowded; });
+  if (std::chrono::steady_clock::now() < (*oldest)->came + kLeastTime) return false;
+  drop(oldest, Refusal::Slow);
+  return true;
+}
+
 void Listener::accept_all(int listening, bool unix_socket) {
   for (;;) {
-    const int fd = accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (!make_room()) return listen_on(false);
+    SocketAddress from;
+    socklen_t size = from.capacity();
+    const int fd = accept4(listening, from.get(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EMFILE || errno == ENFILE) {
@@ -122,10 +162,9 @@ void Listener::accept_all(int listening, bool unix_socket) {
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
       if (!stays_on_host(fd)) set_congestion_control(fd, congestion_control_);
     }
-    if (pending_.size() >= kMostHalfWay) drop(pending_.begin(), Refusal::Slow);
     auto negotiation = callbacks_.accept(fd, unix_socket);
-    negotiation->deadline =
-        std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(patience_);
+    negotiation->came = std::chrono::steady_clock::now();
+    negotiation->address = from.host();
     pending_.push_back(std::move(negotiation));
     half_way_.store(pending_.size(), std::memory_order_relaxed);
     add(epoll_, fd, EPOLLIN | EPOLLRDHUP, pending_.back().get());
@@ -173,7 +212,7 @@ void Listener::advance(std::list<std::unique_ptr<Negotiation>>::iterator it) {
 
 void Listener::drop_late() {
   const auto now = std::chrono::steady_clock::now();
-  while (!pending_.empty() && pending_.front()->deadline <= now) drop(pending_.begin(), Refusal::Slow);
+  while (!pending_.empty() && pending_.front()->came + patience_ <= now) drop(pending_.begin(), Refusal::Slow);
 }
 
 void Listener::later(std::chrono::milliseconds delay, std::function<void()> task) {
@@ -234,6 +273,7 @@ void Listener::loop() {
       }
     }
     drop_late();
+    if (paused_ && make_room()) listen_on(true);
     run_due(false);
   }
 }

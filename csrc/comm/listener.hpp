@@ -1,8 +1,10 @@
 // The listening end: accepts on a Unix and a TCP socket and never blocks.
 //
 // Every connection is a state machine with a deadline. Strangers, stale
-// incarnations, garbage and those that say nothing are closed and counted; when
-// too many are half-way, the oldest goes.
+// incarnations, garbage and those that say nothing are closed and counted. So
+// many may be half-way that the process has descriptors left for its own work.
+// While there are as many, new ones wait in the backlog; once the oldest one of
+// the address that has most of them had its time, it is closed.
 //
 // Its thread sleeps almost always, so it also does what may be done a little later (later()).
 #pragma once
@@ -29,7 +31,8 @@ struct Negotiation {
   Negotiation(Handshake h, std::shared_ptr<SharedMemory> r) : handshake(std::move(h)), ring(std::move(r)) {}
   Handshake handshake;
   std::shared_ptr<SharedMemory> ring;
-  std::chrono::steady_clock::time_point deadline{};
+  std::chrono::steady_clock::time_point came{};
+  std::string address;  // it came from; empty on a Unix socket
 };
 
 class Listener {
@@ -53,6 +56,8 @@ class Listener {
  private:
   void loop();
   void accept_all(int listening, bool unix_socket);
+  bool make_room();
+  void listen_on(bool yes);
   void advance(std::list<std::unique_ptr<Negotiation>>::iterator it);
   void drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why);
   void drop_late();
@@ -61,6 +66,8 @@ class Listener {
 
   Callbacks callbacks_;
   std::chrono::duration<double> patience_;
+  const size_t most_half_way_;  // by the process's limit of open files at the start
+  bool paused_ = false;  // too many are half-way: what comes now waits in the backlog
   int tcp_ = -1;
   std::string congestion_control_;  // the system's, for connections from other hosts
   int unix_ = -1;

@@ -2,8 +2,9 @@
 
 A rank keeps two descriptors for each other rank of its host and one for each rank elsewhere;
 while a link is made it has a few more. An agent keeps three for each of its workers, and
-the one that serves the store the connections of all agents and ranks. The limit is raised
-no further than is needed: programs that use ``select`` cannot deal with descriptors above 1023.
+the one that serves the store the connections of all agents and ranks. Connections that have not
+proved that they belong to the job take further ones. The limit is raised no further than is
+needed: programs that use ``select`` cannot deal with descriptors above 1023.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ __all__ = ["files_needed", "raise_file_limit"]
 
 _PROCESS, _RANK, _WORKER, _NODE = 64, 6, 4, 12
 """Descriptors of any process, and at most for each rank of the job, each worker of a node and each node."""
+_STRANGERS = 192
+"""The most connections without a proof in the first agent: 128 to the store, 64 to presence. A rank keeps 64."""
 
 
 def files_needed(nodes: int, workers: int) -> int:
     """Open files that the largest process of a job may need, with ``workers`` on each of its ``nodes``."""
-    return _PROCESS + _RANK * nodes * workers + _WORKER * workers + _NODE * nodes
+    return _PROCESS + _STRANGERS + _RANK * nodes * workers + _WORKER * workers + _NODE * nodes
 
 
 def raise_file_limit(nodes: int, workers: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -105,6 +106,45 @@ def test_strangers_are_counted_and_do_no_harm() -> None:
     silent.close()
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(("files", "most"), [(1024, 64), (256, 16)])
+def test_idle_connections_of_another_host_take_few_descriptors_and_keep_no_rank_out(files: int, most: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    try:
+        first, second = hub(0, handshake_seconds=60.0, shared_memory=False), hub(1, shared_memory=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    where = "127.0.0.1", first.self().port
+    idle = [socket.create_connection(where, source_address=("127.0.0.2", 0)) for _ in range(3 * most)]
+    deadline = time.monotonic() + 20
+    while first.counters()["half_way"] < most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert first.counters()["half_way"] == most
+    edit([first, second], 1)
+    assert first.counters()["half_way"] <= most
+    while first.counters()["slow"] < most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert first.counters()["slow"] >= most, "the oldest make way for those that wait"
+    for channel in idle:
+        channel.close()
+    first.close()
+    second.close()
+
+
+def test_many_ranks_that_dial_at_once_get_in_though_few_may_be_half_way() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        first = hub(0, shared_memory=False, slots=40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    hubs = [first, *(hub(rank, shared_memory=False, slots=40) for rank in range(1, 40))]
+    edit(hubs, 1)
+    assert first.counters()["slow"] == 0 and len(first.alive()) == 40
+    for one in hubs:
+        one.close()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
