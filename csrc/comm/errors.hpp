@@ -13,13 +13,19 @@ struct CommError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The link to `rank` broke while something was in flight on it. `heard`: another member's did, ours stands.
+// The link to `rank` broke while something was in flight on it. `heard`: another member's did, ours stands. `silent`:
+// ranks, among them `rank`, whose hosts answered nothing when links to them were opened.
 struct PeerLost : CommError {
-  PeerLost(int rank_, std::string why_, bool heard_ = false)
-      : CommError("rank " + std::to_string(rank_) + ": " + why_), rank(rank_), why(std::move(why_)), heard(heard_) {}
+  PeerLost(int rank_, std::string why_, bool heard_ = false, std::vector<int> silent_ = {})
+      : CommError("rank " + std::to_string(rank_) + ": " + why_),
+        rank(rank_),
+        why(std::move(why_)),
+        heard(heard_),
+        silent(std::move(silent_)) {}
   int rank;
   std::string why;
   bool heard;
+  std::vector<int> silent;
 };
 
 // A newer generation was frozen; the caller's work belongs to an older one.

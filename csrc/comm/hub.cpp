@@ -11,12 +11,14 @@
 
 #include "link_shm.hpp"
 #include "link_tcp.hpp"
+#include "silence.hpp"
 
 namespace elastic::comm {
 namespace {
 
 constexpr uint64_t kBellEvent = ~0ull;
 constexpr size_t kEvents = 64;  // taken from the kernel at once
+constexpr int kLooks = 10;      // for silence, in the time after which a link breaks for it
 
 // Text equal for processes that can hand each other descriptors over an abstract Unix socket.
 std::string machine_identity() {
@@ -88,8 +90,30 @@ Hub::Hub(HubConfig config)
   Listener::Callbacks callbacks;
   callbacks.accept = [this](int socket, bool unix_socket) { return accept(socket, unix_socket); };
   callbacks.established = [this](std::unique_ptr<Negotiation> n) { established(std::move(n)); };
-  listener_ = std::make_unique<Listener>(config_.bind, self_->unix_name, config_.handshake_seconds, callbacks);
+  listener_ = std::make_unique<Listener>(config_.bind, self_->unix_name, config_.handshake_seconds,
+                                         config_.silent_seconds, callbacks);
   self_->port = listener_->port();
+  look_for_silence();
+}
+
+// Not while an edit holds the topology: the listener's thread must go on taking connections for it.
+void Hub::look_for_silence() {
+  if (closed_.load()) return;
+  bool found = false;
+  if (const Shared lock(topology_, std::try_to_lock); lock.owns_lock()) {
+    for (const auto& link : links_) {
+      if (!link || link->dead() || !link->talks_on_socket() || !is_silent(link->socket(), config_.silent_seconds))
+        continue;
+      link->mark_silent();
+      found = true;
+    }
+  }
+  if (found) {
+    wake_local();
+    kick();
+  }
+  const auto pause = std::chrono::duration<double>(config_.silent_seconds / kLooks);
+  listener_->later(std::chrono::duration_cast<std::chrono::milliseconds>(pause), [this] { look_for_silence(); });
 }
 
 std::shared_ptr<Hub> Hub::make(HubConfig config) {
@@ -349,7 +373,8 @@ void Hub::check(const WaitScope& scope, unsigned round) const {
   if (scope.group != nullptr) {
     if (scope.group->aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
     const int lost = scope.group->lost.load(std::memory_order_acquire);
-    if (lost >= 0) throw PeerLost(lost, "Connection closed by peer, as another member found", stands(lost));
+    if (lost >= 0)
+      throw PeerLost(lost, "Connection closed by peer, as another member found", stands(lost), silent(lost));
   }
   if (round % 16 == 15 && Clock::now() >= scope.deadline) {
     std::vector<int> ranks;

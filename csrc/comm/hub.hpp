@@ -46,6 +46,7 @@ struct HubConfig {
   std::string bind = "127.0.0.1";   // IPv4 or IPv6 address to listen on and to be reached at
   bool shared_memory = true;
   double handshake_seconds = 3.0;
+  double silent_seconds = 20.0;     // a host that acknowledges nothing for so long is not reached; its links break
   size_t outbox_bytes = 0;          // 0: by the living ranks on this host
   size_t ring_bytes = 0;
 };
@@ -123,6 +124,11 @@ class Hub final : public LinkHost {
   Link* link(int rank) { return links_[size_t(rank)].get(); }
   LinkPtr link_ptr(int rank) { return links_[size_t(rank)]; }
   bool stands(int rank) const { return links_[size_t(rank)] && !links_[size_t(rank)]->dead(); }
+  // `rank`, where the link to it broke because its host was silent; else nothing.
+  std::vector<int> silent(int rank) const {
+    const auto& link = links_[size_t(rank)];
+    return link && link->silent() ? std::vector<int>{rank} : std::vector<int>{};
+  }
   bool is_alive(int rank) const { return alive_[size_t(rank)]; }
   // Bytes of a pipeline chunk in a group of `members`: the same in each of them.
   size_t chunk_bytes(int members) const { return std::min(chunk_bytes_, socket_chunk_bytes_for(size_t(members))); }
@@ -152,6 +158,8 @@ class Hub final : public LinkHost {
   bool any_input() const;
   bool flush();  // Sends data queued on any link; true if some was sent.
   bool poll_sockets(int milliseconds);
+  void look_for_silence();       // Again and again, in the listener's thread.
+  void give_up_silent(std::map<int, Peer>& missing, bool ahead, Dials* dials);
   void collect_socket_events();  // All of them that are there now.
   void kick();  // Makes the leader look again.
   std::unique_ptr<Negotiation> accept(int socket, bool unix_socket);

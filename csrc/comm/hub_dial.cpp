@@ -26,12 +26,15 @@
 #include "hub.hpp"
 #include "link_shm.hpp"
 #include "link_tcp.hpp"
+#include "silence.hpp"
 
 namespace elastic::comm {
 namespace {
 
+constexpr double kNamed = 1.1;  // times the silence after which a host counts as silent
+
 bool refused_for_good(int error) {
-  return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH;
+  return error == ECONNREFUSED || error == ENOENT;
 }
 
 // Descriptors received from a peer, closed unless taken.
@@ -127,7 +130,10 @@ LinkPtr Hub::make_link(Negotiation& n) {
   Parts theirs = n.handshake.take_peer_parts();
   Received received(std::move(theirs.descriptors));
   const bool shared = own.ring_bytes != 0 && theirs.ring_bytes == own.ring_bytes && received.size() == 3;
-  if (!shared) return std::make_shared<TcpLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket());
+  if (!shared) {
+    limit_unacknowledged(n.handshake.socket(), 0);  // the peer may not read for any time
+    return std::make_shared<TcpLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket());
+  }
   ShmParts parts;
   parts.capacity = size_t(own.ring_bytes);
   parts.own = std::move(*n.ring);
@@ -174,7 +180,11 @@ void Hub::redial(Dial& dial) {
   const Peer& peer = dial.peer;
   const bool local = outbox_ && !peer.unix_name.empty() && peer.machine == self_->machine;
   std::optional<SocketAddress> address;
-  if (!local) address.emplace(peer.ip, peer.port);
+  if (local) {
+    dial.asked = Clock::now();  // a full backlog says nothing about the network
+  } else {
+    address.emplace(peer.ip, peer.port);
+  }
   const int fd = socket(local ? AF_UNIX : address->family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw CommError(std::string("socket: ") + std::strerror(errno));
   dial.connecting = fd;
@@ -188,6 +198,8 @@ void Hub::redial(Dial& dial) {
   } else {
     const int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    ask_when_idle(fd, config_.silent_seconds);
+    limit_unacknowledged(fd, config_.silent_seconds);  // of the handshake
     if (peer.machine == self_->machine) use_plain_congestion_control(fd);
     rc = ::connect(fd, address->get(), address->size());
   }
@@ -227,6 +239,7 @@ bool Hub::step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, Link
     case Handshake::Progress::Failed:
       // Turned away or cut off; an arrival or a newer generation may explain it.
       dial.negotiation.reset();
+      dial.asked = Clock::now();
       dial.later();
       return false;
     default:
@@ -284,8 +297,27 @@ int Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double
     wait_for_dials(*dials);
     collect_parked(missing, opened);
     advance_dials(missing, ahead, dials, opened);
+    give_up_silent(missing, ahead, dials);
   }
   return stood;
+}
+
+// All are named together, so that the halves of the network show: dials that began later get a little more time.
+void Hub::give_up_silent(std::map<int, Peer>& missing, bool ahead, Dials* dials) {
+  const auto silent_for = [&](double seconds) {
+    std::vector<int> ranks;
+    for (const auto& [rank, dial] : *dials) {
+      if (dial->silent(seconds)) ranks.push_back(rank);
+    }
+    return ranks;
+  };
+  if (silent_for(kNamed * config_.silent_seconds).empty()) return;
+  const std::vector<int> silent = silent_for(config_.silent_seconds);
+  if (!ahead) throw PeerLost(silent.front(), "its host does not answer", false, silent);
+  for (int rank : silent) {
+    missing.erase(rank);
+    (*dials)[rank]->end();
+  }
 }
 
 void Hub::dial_missing(std::map<int, Peer>& missing, bool ahead, Dials* dials) {

@@ -23,6 +23,10 @@ struct Hub::Dial {
     again = Clock::now() + pause;
     pause = std::min(2 * pause, kLongest);
   }
+  Clock::time_point asked = Clock::now();  // for the first time since its host has answered
+  bool silent(double seconds) const {
+    return !over && !negotiation && Clock::now() - asked >= std::chrono::duration<double>(seconds);
+  }
   bool ready = false;
   int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
   bool over = false;  // kept to the end of the edit: dialing_ names the ranks that must not dial us

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -83,17 +84,32 @@ void Link::mark_dead(const std::string& why) {
   dead_.store(true, std::memory_order_release);
 }
 
+void Link::mark_dead(int error, const std::string& why) {
+  if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) return mark_silent();
+  mark_dead(why);
+}
+
+void Link::mark_silent() {
+  silent_.store(true, std::memory_order_release);
+  mark_dead("its host does not answer");
+}
+
 void Link::probe() {
   pollfd asked{socket(), POLLIN | POLLRDHUP, 0};
   if (::poll(&asked, 1, 0) <= 0) return;
   // The kernel tells of an end also while there is something to read before it.
   const bool ended = (asked.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
-  if (ended || !talks_on_socket()) mark_dead("Connection closed by peer");
+  if (!ended && talks_on_socket()) return;
+  int error = 0;
+  socklen_t size = sizeof error;
+  getsockopt(socket(), SOL_SOCKET, SO_ERROR, &error, &size);
+  mark_dead(error, "Connection closed by peer");
 }
 
 std::exception_ptr Link::lost() {
   std::lock_guard<std::mutex> lock(why_mutex_);
-  return std::make_exception_ptr(PeerLost(rank, why_.empty() ? "Connection closed by peer" : why_));
+  const auto silent = this->silent() ? std::vector<int>{rank} : std::vector<int>{};
+  return std::make_exception_ptr(PeerLost(rank, why_.empty() ? "Connection closed by peer" : why_, false, silent));
 }
 
 void Link::malformed(const char* what) {

@@ -102,6 +102,10 @@ class Link : public std::enable_shared_from_this<Link> {
   bool needs_flush() const { return queued_.load(std::memory_order_acquire); }
   bool dead() const { return dead_.load(std::memory_order_acquire); }
   void mark_dead(const std::string& why);
+  // Likewise, for the error of a socket: after some, the peer's host was silent.
+  void mark_dead(int error, const std::string& why);
+  void mark_silent();
+  bool silent() const { return silent_.load(std::memory_order_acquire); }
   // Asks the socket, which no thread may have read for a while.
   void probe();
   // Ends everything pending with `error`; frames of older generations are void from now on.
@@ -213,6 +217,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   std::atomic<bool> ring_{false};  // a frame was pushed under rx: the doorbell is due
   std::atomic<bool> dead_{false};
+  std::atomic<bool> silent_{false};
   std::atomic<bool> failed_all_{false};
   std::mutex why_mutex_;
   std::string why_;

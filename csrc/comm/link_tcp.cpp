@@ -62,13 +62,13 @@ void TcpLink::modify_locked() {
   epoll_ctl(epoll_, EPOLL_CTL_MOD, socket_, &event);
 }
 
-void TcpLink::read_ended(const char* what) {
+void TcpLink::read_ended(const char* what, int error) {
   ended_ = true;
-  broken(what);
+  broken(what, error);
 }
 
-void TcpLink::broken(const char* what) {
-  mark_dead(what);
+void TcpLink::broken(const char* what, int error) {
+  mark_dead(error, what);
   unwatch();
 }
 
@@ -91,7 +91,7 @@ bool TcpLink::write_tail() {
     const ssize_t n = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN && errno != EWOULDBLOCK) broken("Connection closed by peer while sending");
+      if (errno != EAGAIN && errno != EWOULDBLOCK) broken("Connection closed by peer while sending", errno);
       return false;
     }
     const size_t of_header = std::min(size_t(n), tail_header_left_);
@@ -172,7 +172,7 @@ bool TcpLink::pump_frames() {
       if (n <= 0) {
         if (n < 0 && errno == EINTR) continue;
         if (n == 0) read_ended("Connection closed by peer");
-        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer");
+        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer", errno);
         return used > 0;
       }
       end_ += size_t(n);
@@ -217,7 +217,7 @@ bool TcpLink::read_payload() {
   if (n <= 0) {
     if (n < 0 && errno == EINTR) return true;
     if (n == 0) read_ended("Connection closed by peer");
-    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer");
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer", errno);
     return false;
   }
   const size_t of_payload = std::min(size_t(n), payload_left_);

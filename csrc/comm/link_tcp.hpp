@@ -42,8 +42,8 @@ class TcpLink final : public Link {
   void want_in(bool yes);
   void want_out(bool yes);
   void modify_locked();
-  void read_ended(const char* what);
-  void broken(const char* what);
+  void read_ended(const char* what, int error = 0);
+  void broken(const char* what, int error);
 
   int socket_;
   std::mutex epoll_mutex_;

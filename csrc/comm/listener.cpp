@@ -19,6 +19,7 @@
 #include "address.hpp"
 #include "congestion.hpp"
 #include "errors.hpp"
+#include "silence.hpp"
 
 namespace elastic::comm {
 namespace {
@@ -79,8 +80,11 @@ int listen_unix(const std::string& abstract_name) {
 }  // namespace
 
 Listener::Listener(const std::string& address, const std::string& unix_name, double handshake_seconds,
-                   Callbacks callbacks)
-    : callbacks_(std::move(callbacks)), patience_(handshake_seconds), most_half_way_(most_half_way()) {
+                   double silent_seconds, Callbacks callbacks)
+    : callbacks_(std::move(callbacks)),
+      patience_(handshake_seconds),
+      silent_seconds_(silent_seconds),
+      most_half_way_(most_half_way()) {
   tcp_ = listen_tcp(address, &port_);
   congestion_control_ = congestion_control(tcp_);
   use_plain_congestion_control(tcp_);  // what is accepted has it from its first packet on
@@ -160,6 +164,7 @@ void Listener::accept_all(int listening, bool unix_socket) {
     if (!unix_socket) {
       const int one = 1;
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+      ask_when_idle(fd, silent_seconds_);
       if (!stays_on_host(fd)) set_congestion_control(fd, congestion_control_);
     }
     auto negotiation = callbacks_.accept(fd, unix_socket);

@@ -42,7 +42,9 @@ class Listener {
     std::function<void(std::unique_ptr<Negotiation>)> established;
   };
   // Throws CommError when it cannot bind. `address`: IPv4 or IPv6 to bind; an empty Unix name means no Unix socket.
-  Listener(const std::string& address, const std::string& unix_name, double handshake_seconds, Callbacks callbacks);
+  // `silent_seconds`: see silence.hpp.
+  Listener(const std::string& address, const std::string& unix_name, double handshake_seconds, double silent_seconds,
+           Callbacks callbacks);
   ~Listener();
 
   int port() const { return port_; }
@@ -66,6 +68,7 @@ class Listener {
 
   Callbacks callbacks_;
   std::chrono::duration<double> patience_;
+  const double silent_seconds_;
   const size_t most_half_way_;  // by the process's limit of open files at the start
   bool paused_ = false;  // too many are half-way: what comes now waits in the backlog
   int tcp_ = -1;

@@ -31,7 +31,8 @@ Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout
   group.check_counted(generation);
   const int lost = group.lost.load(std::memory_order_acquire);
   if (lost >= 0)
-    throw PeerLost(lost, "Connection closed by peer in an earlier collective of this group", hub.stands(lost));
+    throw PeerLost(lost, "Connection closed by peer in an earlier collective of this group", hub.stands(lost),
+                   hub.silent(lost));
   if (group.aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
   if (group.broken.load(std::memory_order_acquire)) {
     throw CommError("an earlier collective of this group failed in this generation");
@@ -72,7 +73,9 @@ void Operation::withdraw() {
 
 void Operation::send(int to, uint32_t phase, const void* data, size_t size) {
   Link& l = link(to);
-  if (l.dead()) throw PeerLost(l.rank, "Connection closed by peer");
+  if (l.dead())
+    throw PeerLost(l.rank, "Connection closed by peer", false,
+                   l.silent() ? std::vector<int>{l.rank} : std::vector<int>{});
   if (size <= kCopied) {
     l.send_small(key(phase), data, size);
   } else {

@@ -49,7 +49,8 @@ class Hub:
     """The communicator of one process; listening when constructed, a world of one until edited.
 
     ``bind``: address (IPv4 or IPv6) to listen on and be reached at. ``handshake_seconds``:
-    how long a connection may take to prove itself. ``outbox_bytes``, ``ring_bytes``:
+    how long a connection may take to prove itself. ``silent_seconds``: a link breaks when the peer's
+    host has acknowledged nothing for so long. ``outbox_bytes``, ``ring_bytes``:
     sizes of shared memory (0: by the living ranks on the host); the same in every process of a job.
     Everything that waits releases the GIL and raises ``GenerationChanged``,
     ``PeerLost``, ``CommTimeout`` or ``CommError``.
@@ -66,6 +67,7 @@ class Hub:
         bind: str = ...,
         shared_memory: bool = ...,
         handshake_seconds: float = ...,
+        silent_seconds: float = ...,
         outbox_bytes: int = ...,
         ring_bytes: int = ...,
     ) -> None: ...

@@ -1,5 +1,6 @@
 // Hubs as threads: edits, losses, interrupts, time-outs and links, over shared memory and TCP.
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,7 +14,47 @@
 
 #include "../../csrc/comm/congestion.hpp"
 #include "../../csrc/comm/p2p.hpp"
+#include "../../csrc/comm/silence.hpp"
 #include "sums.hpp"
+
+// At both ends. TCP_USER_TIMEOUT would break the link to a rank that does not read for so long.
+TEST(a_link_asks_an_idle_peer_and_waits_for_one_that_does_not_read) {
+  Ranks ranks(2, false);
+  ranks.edit(1, ranks.all());
+  for (int r = 0; r < 2; ++r) {
+    const int socket = ranks.hubs[size_t(r)]->link(1 - r)->socket();
+    const auto option = [&](int level, int name) {
+      int value = -1;
+      socklen_t size = sizeof value;
+      CHECK(getsockopt(socket, level, name, &value, &size) == 0);
+      return value;
+    };
+    CHECK(option(SOL_SOCKET, SO_KEEPALIVE) == 1 && option(IPPROTO_TCP, TCP_USER_TIMEOUT) == 0);
+    const int seconds =
+        option(IPPROTO_TCP, TCP_KEEPIDLE) + option(IPPROTO_TCP, TCP_KEEPCNT) * option(IPPROTO_TCP, TCP_KEEPINTVL);
+    CHECK(seconds == int(ranks.hubs[0]->config().silent_seconds));
+  }
+}
+
+// The window of a peer that does not read closes, and its kernel goes on to acknowledge.
+TEST(a_peer_that_does_not_read_is_not_silent) {
+  const int listening = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  name.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof name;
+  CHECK(bind(listening, reinterpret_cast<sockaddr*>(&name), size) == 0 && listen(listening, 1) == 0);
+  CHECK(getsockname(listening, reinterpret_cast<sockaddr*>(&name), &size) == 0);
+  const int sender = socket(AF_INET, SOCK_STREAM, 0);
+  CHECK(connect(sender, reinterpret_cast<sockaddr*>(&name), size) == 0);
+  const std::vector<char> data(1 << 20);
+  while (send(sender, data.data(), data.size(), MSG_DONTWAIT) > 0) {
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  CHECK(!is_silent(sender, 0.3));
+  close(sender);
+  close(listening);
+}
 
 // At both ends, whatever the system's default is, which may pace each segment with a timer.
 TEST(links_within_a_host_use_plain_congestion_control) {

@@ -37,7 +37,7 @@ void translate(std::exception_ptr p) {
   try {
     std::rethrow_exception(p);
   } catch (const elastic::comm::PeerLost& e) {
-    raise("PeerLost", e.rank, e.why, e.heard);
+    raise("PeerLost", e.rank, e.why, e.heard, py::tuple(py::cast(e.silent)));
   } catch (const elastic::comm::GenerationChanged& e) {
     raise("GenerationChanged", e.generation);
   } catch (const elastic::comm::Timeout& e) {
@@ -49,7 +49,7 @@ void translate(std::exception_ptr p) {
 
 std::shared_ptr<Hub> make_hub(int rank, int slots, uint64_t incarnation, const std::string& run_id,
                               const py::bytes& secret, const std::string& bind, bool shared_memory,
-                              double handshake_seconds, size_t outbox_bytes, size_t ring_bytes) {
+                              double handshake_seconds, double silent_seconds, size_t outbox_bytes, size_t ring_bytes) {
   HubConfig config;
   config.rank = rank;
   config.slots = slots;
@@ -59,6 +59,7 @@ std::shared_ptr<Hub> make_hub(int rank, int slots, uint64_t incarnation, const s
   config.bind = bind;
   config.shared_memory = shared_memory;
   config.handshake_seconds = handshake_seconds;
+  config.silent_seconds = silent_seconds;
   config.outbox_bytes = outbox_bytes;
   config.ring_bytes = ring_bytes;
   py::gil_scoped_release nogil;
@@ -169,7 +170,8 @@ PYBIND11_MODULE(_comm, m) {
   py::class_<Hub, std::shared_ptr<Hub>>(m, "Hub")
       .def(py::init(&make_hub), py::kw_only(), py::arg("rank"), py::arg("slots"), py::arg("incarnation"),
            py::arg("run_id"), py::arg("secret"), py::arg("bind") = "127.0.0.1", py::arg("shared_memory") = true,
-           py::arg("handshake_seconds") = 3.0, py::arg("outbox_bytes") = 0, py::arg("ring_bytes") = 0)
+           py::arg("handshake_seconds") = 3.0, py::arg("silent_seconds") = 20.0, py::arg("outbox_bytes") = 0,
+           py::arg("ring_bytes") = 0)
       .def("self", &Hub::self)
       .def("notice", &Hub::notice)
       .def("edit", &Hub::edit, py::arg("generation"), py::arg("members"), py::arg("timeout"), nogil)

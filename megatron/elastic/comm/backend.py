@@ -66,13 +66,15 @@ def make_fabric(
     host: str = "127.0.0.1",
     timeout: float = 60.0,
     dense_world: bool = False,
+    silent: float = 20.0,
     platform: Platform | None = None,
 ) -> Fabric:
     """The fabric that ``config.comm`` names, not connected yet.
 
     ``store`` (or a function that connects to it: clients do not survive a fork)
     is served outside the ranks; only gloo needs it. ``secret`` authenticates
-    native links. With ``dense_world`` the default group counts the living.
+    native links, which break after ``silent`` seconds without an acknowledgement. With
+    ``dense_world`` the default group counts the living.
     ``platform`` (default: the machine's) says whether bulk tensors of a device go
     through its vendor's library. Raises ``ConfigError`` for what is not there.
     """
@@ -94,6 +96,7 @@ def make_fabric(
         "host": host,
         "timeout": timeout,
         "dense_world": dense_world,
+        "silent": silent,
     }
     found = platform or select()
     if found.name == "cpu":

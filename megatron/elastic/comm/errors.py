@@ -18,14 +18,18 @@ class PeerLost(CommError):
     """The link to ``rank`` broke while something was in flight on it.
 
     ``heard``: another member's link did, and said so; this process's own stands. Then it
-    is no evidence of its own: the rank that lost the link gives it.
+    is no evidence of its own: the rank that lost the link gives it. ``silent``: ranks, among
+    them ``rank``, whose hosts answered nothing when links to them were opened.
     """
 
-    def __init__(self, rank: int, why: str = "Connection closed by peer", heard: bool = False) -> None:
+    def __init__(
+        self, rank: int, why: str = "Connection closed by peer", heard: bool = False, silent: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank = rank
         self.why = why
         self.heard = heard
+        self.silent = silent
 
 
 class GenerationChanged(CommError):

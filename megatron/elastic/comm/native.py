@@ -80,7 +80,8 @@ class NativeFabric(Fabric):
     IPv6) at which this process listens and its peers reach it; of a name, an IPv4 address is preferred.
     ``transport`` is the one between ranks of one host: ``shm`` (raises ``CommError`` if shared memory is full),
     ``tcp``, or ``auto`` (shared memory; if that is full, TCP and one line in the log). ``timeout`` bounds every
-    wait, in seconds. With ``dense_world`` the default group counts the living ranks, as sub-groups do.
+    wait, in seconds. With ``dense_world`` the default group counts the living ranks, as sub-groups do. A link over TCP
+    breaks when the peer's host has acknowledged nothing for ``silent`` seconds. A peer that only does not read stays.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class NativeFabric(Fabric):
         host: str = "127.0.0.1",
         timeout: float = 60.0,
         dense_world: bool = False,
+        silent: float = 20.0,
     ) -> None:
         self.rank = rank
         self.slots = slots
@@ -110,6 +112,7 @@ class NativeFabric(Fabric):
             secret=secret,
             bind=_numeric(host),
             shared_memory=transport != "tcp",
+            silent_seconds=silent,
         )
         notice = self._hub.notice()
         if notice and transport == "shm":

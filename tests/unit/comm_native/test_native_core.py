@@ -6,6 +6,7 @@ The C++ tests (threads as ranks) and the fuzzed handshakes live in ``tests/nativ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -23,6 +24,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.comm.errors import PeerLost
+
 pytest.importorskip("torch")  # whose libraries the extension needs
 _comm: Any = pytest.importorskip("megatron.elastic._comm")
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +38,12 @@ def test_hmac_is_that_of_hashlib(key: bytes, data: bytes) -> None:
 
 
 def hub(
-    rank: int, incarnation: int = 0, shared_memory: bool = True, slots: int = 2, handshake_seconds: float = 3.0
+    rank: int,
+    incarnation: int = 0,
+    shared_memory: bool = True,
+    slots: int = 2,
+    handshake_seconds: float = 3.0,
+    silent_seconds: float = 20.0,
 ) -> Any:
     return _comm.Hub(
         rank=rank,
@@ -45,6 +53,7 @@ def hub(
         secret=b"secret",
         shared_memory=shared_memory,
         handshake_seconds=handshake_seconds,
+        silent_seconds=silent_seconds,
     )
 
 
@@ -144,6 +153,25 @@ def test_many_ranks_that_dial_at_once_get_in_though_few_may_be_half_way() -> Non
     edit(hubs, 1)
     assert first.counters()["slow"] == 0 and len(first.alive()) == 40
     for one in hubs:
+        one.close()
+
+
+def test_all_ranks_whose_hosts_do_not_answer_are_named_together() -> None:
+    """A listener whose backlog is full drops what would connect, as a cable that is out does."""
+    with contextlib.ExitStack() as stack:
+        where = []
+        for _ in range(2):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            where.append(listener.getsockname())
+        one = hub(2, slots=3, shared_memory=False, silent_seconds=1.0)
+        members = [_comm.Peer(rank, 0, *where[rank], "", "", []) for rank in range(2)]
+        began = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            one.edit(1, [*members, one.self()], 30.0)
+        assert caught.value.silent == (0, 1) and not caught.value.heard
+        assert 1.0 <= time.monotonic() - began < 10.0
+        assert one.prepare(members, 30.0) == 0, "a newcomer goes on without them"
         one.close()
 
 
