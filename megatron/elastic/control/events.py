@@ -159,6 +159,8 @@ class Suspected(_Event, frozen=True):
     incarnation: Int64
     generation: Int64
     why: str
+    silent: tuple[Rank, ...] = ()
+    """Ranks whose hosts answered ``by`` nothing."""
 
 
 class Condemned(_Event, frozen=True):

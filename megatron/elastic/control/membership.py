@@ -165,8 +165,11 @@ class Membership(Protocol):
     def overlooked(self) -> tuple[Loss, ...]:
         """Losses of decisions that a newer FREEZE overtook before :meth:`decide` returned them; each once."""
 
-    def suspect(self, rank: int, why: str) -> None:
-        """Evidence against ``rank``: a broken link, a failed check. Not yet a loss."""
+    def suspect(self, rank: int, why: str, silent: tuple[int, ...] = ()) -> None:
+        """Evidence against ``rank``: a broken link, a failed check. Not yet a loss.
+
+        ``silent``: ranks whose hosts answered nothing.
+        """
 
     def publish(self, activity: Activity) -> None:
         """Publish the activity of this worker and the ranks that it waits for. Cheap: a shared-memory write."""

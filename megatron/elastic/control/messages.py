@@ -77,6 +77,8 @@ class Suspicion(_Message, frozen=True):
     rank: Rank
     generation: Int64
     why: str
+    silent: tuple[Rank, ...] = ()
+    """Ranks whose hosts answered nothing."""
 
 
 class ToleranceText(_Message, frozen=True):

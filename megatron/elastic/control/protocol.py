@@ -168,9 +168,9 @@ class WorkerProtocol(ABC):
             losses, self._overlooked = self._overlooked, ()
         return losses
 
-    def suspect(self, rank: int, why: str) -> None:
+    def suspect(self, rank: int, why: str, silent: tuple[int, ...] = ()) -> None:
         """See :meth:`Membership.suspect`."""
-        self._send(Suspicion(rank, self._frozen, printable(why)))
+        self._send(Suspicion(rank, self._frozen, printable(why), silent))
 
     def pending(self) -> Pending:
         """See :meth:`Membership.pending`."""

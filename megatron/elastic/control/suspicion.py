@@ -8,17 +8,22 @@ A broken link between two processes whose agents vouch for them gets one
 reconnection (the generation is formed anew). If the same two fall out again, the
 one with more broken links goes; when that is even, the higher rank. The rule is
 arbitrary on purpose: both ends, asked separately, must give the same answer.
+
+A host that answers nothing, while its agent renews its lease, is cut off from other
+nodes' data. It gets one reconnection too. Then the nodes that reach fewest of the others
+go, and of equal ones the higher, until all that are left reach one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-__all__ = ["Accusation", "Idle", "Ruling", "Suspicions", "hang_verdict", "sinks"]
+__all__ = ["Accusation", "Idle", "Ruling", "Suspicions", "cut_off", "hang_verdict", "sinks"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,18 @@ class Accusation:
     by: int
     rank: int
     why: str = ""
+    silent: tuple[int, ...] = ()
+    """Ranks whose hosts answered ``by`` nothing."""
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """Form the generation anew, or kill ``rank``."""
+    """Form the generation anew, kill ``rank``, or give up ``nodes`` (ascending)."""
 
-    kind: Literal["reform", "condemn"]
+    kind: Literal["reform", "condemn", "cut off"]
     rank: int = -1
     why: str = ""
+    nodes: tuple[int, ...] = ()
 
 
 class Idle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,6 +96,15 @@ def hang_verdict(table: Mapping[int, Idle]) -> Ruling | None:
     return Ruling("condemn", found[0], f"hung{where}: {len(table) - 1} others made no progress waiting for it")
 
 
+def cut_off(apart: Collection[frozenset[int]]) -> tuple[int, ...]:
+    """Nodes to give up, ascending, so that no pair of ``apart`` is left. ``apart``: no data passes between the two."""
+    gone = set[int]()
+    while left := [pair for pair in apart if not pair & gone]:
+        counts = Counter(node for pair in left for node in pair)
+        gone.add(max(counts, key=lambda node: (counts[node], node)))
+    return tuple(sorted(gone))
+
+
 @dataclass
 class Suspicions:
     """Accusations of one generation, and the pairs that fell out before."""
@@ -95,6 +112,13 @@ class Suspicions:
     generation: int = 0
     _now: list[Accusation] = field(default_factory=list)
     _before: set[frozenset[tuple[int, int]]] = field(default_factory=set)
+    _apart: frozenset[frozenset[int]] = frozenset()
+    """Pairs of nodes between which no data passed before."""
+
+    @property
+    def silence(self) -> bool:
+        """Some host was silent, by an accusation of the present generation."""
+        return any(accusation.silent for accusation in self._now)
 
     def add(self, generation: int, accusation: Accusation) -> bool:
         """Note an accusation made in ``generation``; True when it is the first there."""
@@ -103,8 +127,21 @@ class Suspicions:
         self._now.append(accusation)
         return len(self._now) == 1
 
-    def verdict(self, incarnations: Mapping[int, int]) -> Ruling | None:
-        """The ruling if none of the ranks involved died or was stopped. ``incarnations``: of living members."""
+    def verdict(self, incarnations: Mapping[int, int], nodes: Mapping[int, int]) -> Ruling | None:
+        """The ruling if none of the ranks involved died or was stopped.
+
+        ``incarnations``: of living members. ``nodes``: of all ranks.
+        """
+        apart = frozenset(
+            frozenset((nodes[a.by], nodes[rank]))
+            for a in self._now
+            for rank in a.silent
+            if a.by in incarnations and rank in incarnations and nodes[a.by] != nodes[rank]
+        )
+        if apart:
+            known, self._apart = self._apart, self._apart | apart
+            why = f"no data passes between nodes {_pairs(apart)}"
+            return Ruling("cut off", nodes=cut_off(apart), why=why) if apart & known else Ruling("reform", why=why)
         standing = [a for a in self._now if a.by in incarnations and a.rank in incarnations and a.by != a.rank]
         if not standing:
             return None
@@ -118,6 +155,10 @@ class Suspicions:
         broken = {rank: sum(any(rank == one for one, _ in pair) for pair in pairs) for rank in involved}
         worst = max(involved, key=lambda rank: (broken[rank], rank))
         return Ruling("condemn", worst, f"link broken again ({_describe(standing)})")
+
+
+def _pairs(apart: Collection[frozenset[int]]) -> str:
+    return ", ".join(" and ".join(map(str, sorted(pair))) for pair in sorted(apart, key=sorted))
 
 
 def _describe(accusations: Sequence[Accusation]) -> str:

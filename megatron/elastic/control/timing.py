@@ -33,6 +33,10 @@ class Timing:
     """Workers whose agent could not renew for this long end themselves; well before ``lease``."""
     resumed: float
     """The next incarnation of a lost rank waits at most this long for the others to recover before it starts."""
+    silent: float
+    """A link between ranks breaks when the host of one has acknowledged nothing for this long; well before ``hang``."""
+    apart: float
+    """The report that a host was silent waits this long for those of the other ranks."""
     hang: float
     """Least time without progress, anywhere, before the wait-for graph is asked."""
     hang_factor: float
@@ -59,6 +63,8 @@ class Timing:
             broken=2 * unit,
             fence=6 * unit,
             resumed=unit,
+            silent=20 * unit,
+            apart=5 * unit,
             hang=30 * unit,
             hang_factor=10.0,
             hang_unknown=600 * unit,

@@ -22,6 +22,7 @@ from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.requests import Request
 from megatron.elastic.control.store_client import reach
+from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.observe.event_kinds import BeginEvent
@@ -66,6 +67,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
         store=lambda: _agent_store(timeout),
         host=os.environ[env.ADDRESS],
         timeout=timeout,
+        silent=Timing.derive(config.detection_timeout).silent,
         platform=platform,
     )
     events = EventLog(config.event_log, membership.rank, membership.incarnation)

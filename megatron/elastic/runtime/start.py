@@ -122,7 +122,7 @@ def join(links: Links, job: EngineParts, forward_step: ForwardStep | None = None
             await_ranks(links.membership, gone, -1, respawn, patience, _silent, links.threads)
         except CommError as error:
             if isinstance(error, PeerLost) and not error.heard:
-                links.membership.suspect(error.rank, error.why)
+                links.membership.suspect(error.rank, error.why, error.silent)
 
 
 def _silent(line: str) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.control.failures import Failures
-from megatron.elastic.control.suspicion import Accusation, Idle, Suspicions, hang_verdict, sinks
+from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, cut_off, hang_verdict, sinks
 from megatron.elastic.control.timing import Timing
 
 
@@ -43,16 +43,17 @@ def test_a_sink_never_waits_and_is_always_waited_for(waiting: dict[int, tuple[in
 
 
 LIVING = {0: 0, 1: 0, 2: 0, 3: 0}
+NODES = {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_two_that_blame_each_other_reconnect_first_and_then_the_higher_goes() -> None:
     suspicions = Suspicions()
     suspicions.add(4, Accusation(1, 2, "link"))
     suspicions.add(4, Accusation(2, 1, "link"))
-    first = suspicions.verdict(LIVING)
+    first = suspicions.verdict(LIVING, NODES)
     assert first is not None and first.kind == "reform"
     suspicions.add(5, Accusation(2, 1, "link"))
-    again = suspicions.verdict(LIVING)
+    again = suspicions.verdict(LIVING, NODES)
     assert again is not None and (again.kind, again.rank) == ("condemn", 2)
 
 
@@ -61,7 +62,7 @@ def test_the_one_blamed_by_more_goes() -> None:
     for generation in (1, 2):
         for by in (2, 3):
             suspicions.add(generation, Accusation(by, 0))
-        verdict = suspicions.verdict(LIVING)
+        verdict = suspicions.verdict(LIVING, NODES)
     assert verdict is not None and (verdict.kind, verdict.rank) == ("condemn", 0)
 
 
@@ -69,15 +70,51 @@ def test_a_healthy_rank_is_not_blamed_for_a_dead_peer() -> None:
     suspicions = Suspicions()
     suspicions.add(1, Accusation(0, 3))
     suspicions.add(1, Accusation(3, 0))
-    assert suspicions.verdict({0: 0, 1: 0, 2: 0}) is None, "3 died: neither accusation stands"
+    assert suspicions.verdict({0: 0, 1: 0, 2: 0}, NODES) is None, "3 died: neither accusation stands"
+
+
+def silence(generation: int, *pairs: tuple[int, int], before: Suspicions | None = None) -> tuple[Suspicions, Ruling]:
+    """Each rank on a node of its own; the first rank of a pair finds the host of the second silent."""
+    suspicions = before or Suspicions()
+    for by, rank in pairs:
+        suspicions.add(generation, Accusation(by, rank, silent=(rank,)))
+    ranks = range(5)
+    verdict = suspicions.verdict(dict.fromkeys(ranks, 0), {rank: rank for rank in ranks})
+    assert verdict is not None
+    return suspicions, verdict
+
+
+def test_nodes_without_a_path_reconnect_first_and_then_the_one_that_reaches_fewest_others_goes() -> None:
+    suspicions, first = silence(1, (1, 0), (2, 0))
+    assert first.kind == "reform" and first.why == "no data passes between nodes 0 and 1, 0 and 2"
+    _, again = silence(2, (1, 0), (2, 0), before=suspicions)
+    assert (again.kind, again.nodes) == ("cut off", (0,))
+
+
+def test_silence_between_other_nodes_is_a_first_time() -> None:
+    suspicions, _ = silence(1, (1, 0))
+    assert silence(2, (3, 2), before=suspicions)[1].kind == "reform"
+
+
+def test_the_smaller_half_of_a_network_goes_and_of_two_nodes_the_higher() -> None:
+    assert cut_off({frozenset((0, 1))}) == (1,)
+    assert cut_off({frozenset((here, there)) for here in (0, 1) for there in (2, 3, 4)}) == (0, 1)
+    assert cut_off({frozenset((here, there)) for here in (0, 1, 2) for there in (3, 4)}) == (3, 4)
+
+
+@given(st.sets(st.frozensets(st.integers(0, 7), min_size=2, max_size=2)))
+def test_nodes_that_are_left_reach_one_another_and_some_are_left(apart: set[frozenset[int]]) -> None:
+    gone = set(cut_off(apart))
+    assert not any(pair.isdisjoint(gone) for pair in apart)
+    assert not apart or set().union(*apart) - gone
 
 
 def test_a_new_incarnation_starts_with_a_clean_record() -> None:
     suspicions = Suspicions()
     suspicions.add(1, Accusation(0, 3))
-    suspicions.verdict(LIVING)
+    suspicions.verdict(LIVING, NODES)
     suspicions.add(2, Accusation(0, 3))
-    verdict = suspicions.verdict({**LIVING, 3: 1})
+    verdict = suspicions.verdict({**LIVING, 3: 1}, NODES)
     assert verdict is not None and verdict.kind == "reform"
 
 
@@ -128,4 +165,5 @@ def test_all_timeouts_keep_their_order_whatever_the_setting(unit: float) -> None
     timing = Timing.derive(unit)
     assert 2 * timing.look + timing.stopped <= unit, "a stopped process is found within the detection time-out"
     assert timing.beat < timing.fence < timing.lease < timing.hang < timing.hang_unknown
+    assert timing.lease < timing.silent + timing.apart < timing.hang, "a lost node is no cut-off one, nor a hang"
     assert timing.fence + 2 * timing.beat < timing.lease, "workers fence themselves before others count them lost"

@@ -9,6 +9,7 @@ import pytest
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import (
+    Abandoned,
     Condemned,
     Decided,
     Entry,
@@ -18,6 +19,7 @@ from megatron.elastic.control.events import (
     Lost,
     Reformed,
     Reported,
+    Requested,
     Suspected,
     Waiting,
 )
@@ -25,6 +27,7 @@ from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.nodes import Node
+from megatron.elastic.control.requests import Request
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
@@ -68,8 +71,8 @@ class Job:
         for event in events:
             self.state.apply(event)
 
-    def accuse(self, by: int, rank: int, generation: int = 1) -> None:
-        self.arbiter.hear(Suspected(by, rank, 0, generation, "link broke"))
+    def accuse(self, by: int, rank: int, generation: int = 1, silent: tuple[int, ...] = ()) -> None:
+        self.arbiter.hear(Suspected(by, rank, 0, generation, "link broke", silent))
 
     def decided_again(self) -> None:
         """The members meet again, as after a reform."""
@@ -100,6 +103,43 @@ def test_a_broken_link_is_given_one_reconnection_and_then_costs_a_rank(job: Job)
     job.timers.run_out()
     condemned = job.said[-1]
     assert isinstance(condemned, Condemned) and (condemned.rank, condemned.incarnation) == (2, 0)
+
+
+def cut_off_twice(job: Job) -> None:
+    """Both ranks of the second node find the first rank of the first one silent, and again in new groups."""
+    for _ in range(2):
+        job.accuse(2, 0, job.state.decided, silent=(0,))
+        job.accuse(3, 0, job.state.decided, silent=(0, 1))
+        assert [seconds for seconds, _ in job.timers.calls] == [TIMING.apart], "the others may find hosts silent too"
+        job.timers.run_out()
+        if isinstance(job.said[-1], Reformed):
+            job.apply(job.said[-1])
+            job.decided_again()
+
+
+def test_a_node_that_the_others_do_not_reach_is_lost_and_not_started_again(job: Job) -> None:
+    cut_off_twice(job)
+    reformed, abandoned, *condemned = job.said
+    assert isinstance(reformed, Reformed)
+    assert isinstance(abandoned, Abandoned) and abandoned.ranks == (2, 3)
+    assert "no data passes between nodes 0 and 1" in abandoned.why and "ctl admit" in abandoned.why
+    assert [(event.rank, event.incarnation) for event in condemned if isinstance(event, Condemned)] == [(2, 0), (3, 0)]
+
+
+def test_a_job_without_state_that_finds_a_node_cut_off_may_be_queued_again(job: Job) -> None:
+    job.apply(Requested(Request.SETUP, tuple(RANKS), 1))
+    cut_off_twice(job)
+    ended = job.said[-1]
+    assert isinstance(ended, JobEnded) and ended.code == ExitCode.STATE_LOST and "nodes 0 and 1" in ended.why
+
+
+def test_a_broken_link_leaves_the_ruling_to_the_report_of_a_silent_host(job: Job) -> None:
+    job.accuse(1, 3)
+    job.accuse(2, 0, silent=(0,))
+    assert [seconds for seconds, _ in job.timers.calls] == [TIMING.grace, TIMING.apart]
+    job.timers.run_out()
+    (reformed,) = job.said
+    assert isinstance(reformed, Reformed) and "nodes 0 and 1" in reformed.why
 
 
 def test_a_death_that_becomes_known_in_the_grace_is_ruling_enough(job: Job) -> None:
@@ -142,8 +182,17 @@ def test_the_rank_that_all_others_wait_for_is_hung_once_none_makes_progress(job:
     assert "hung in 'reduce' of step 7" in condemned.why
 
 
-def test_ranks_that_wait_for_one_another_meet_again_and_the_second_time_the_job_ends(job: Job) -> None:
-    circle = {0: (1,), 1: (2,), 2: (3,), 3: (0,)}
+@pytest.mark.parametrize(
+    ("circle", "code", "named"),
+    [
+        ({0: (1,), 1: (2,), 2: (3,), 3: (0,)}, ExitCode.STATE_LOST, "ranks of nodes 0, 1 wait for one another"),
+        ({0: (1,), 1: (0,), 2: (3,), 3: (2,)}, ExitCode.DETERMINISTIC, "second time"),
+    ],
+)
+def test_ranks_that_wait_for_one_another_meet_again_and_the_second_time_the_job_ends(
+    job: Job, circle: Mapping[int, tuple[int, ...]], code: ExitCode, named: str
+) -> None:
+    """Between nodes the network may be the cause: the job may be queued again."""
     job.consider(1.5 * LIMIT, circle)
     assert job.said == []
     job.consider(2.1 * LIMIT, circle)
@@ -153,7 +202,7 @@ def test_ranks_that_wait_for_one_another_meet_again_and_the_second_time_the_job_
     job.decided_again()
     job.consider(2.1 * LIMIT, circle)
     ended = job.said[-1]
-    assert isinstance(ended, JobEnded) and ended.code == ExitCode.DETERMINISTIC and "step 7" in ended.why
+    assert isinstance(ended, JobEnded) and ended.code == code and "step 7" in ended.why and named in ended.why
 
 
 def test_a_member_that_neither_reports_nor_makes_progress_is_hung(job: Job) -> None:

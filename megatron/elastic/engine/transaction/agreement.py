@@ -151,7 +151,7 @@ class Agreement:
         """Return the decision after links and groups were edited to it. Adds the time of both to ``seconds``."""
         step = report.holdings.newest
         if isinstance(error, PeerLost) and not error.heard:
-            self.membership.suspect(error.rank, error.why)
+            self.membership.suspect(error.rank, error.why, error.silent)
         self.injector.reach("in_recovery_freeze", step)
         started = self.threads.monotonic()
         decision = self.membership.decide(self.views.fabric.address(), report.to_text(), self.timeout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.events import Condemned, Event, JobEnded, Lost, Reformed, Suspected
+from megatron.elastic.control.events import Abandoned, Condemned, Event, JobEnded, Lost, Reformed, Suspected
 from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
@@ -38,18 +38,43 @@ class HangArbiter:
 
     def hear(self, event: Suspected) -> None:
         """Take an accusation; the ruling follows after a grace in which a death, its usual cause, becomes known."""
-        if self._state.quiet and self._suspicions.add(event.generation, Accusation(event.by, event.rank, event.why)):
-            self._timers.after(self._timing.grace, lambda: self._decide_on(event.generation))
+        accusation = Accusation(event.by, event.rank, event.why, event.silent)
+        if not self._state.quiet:
+            return
+        silence = self._suspicions.silence and self._suspicions.generation == event.generation
+        first = self._suspicions.add(event.generation, accusation)
+        if event.silent and not silence:  # other ranks may have found other hosts silent
+            self._timers.after(self._timing.apart, lambda: self._decide_on(event.generation))
+        elif first:
+            self._timers.after(self._timing.grace, lambda: self._decide_unless_silent(event.generation))
+
+    def _decide_unless_silent(self, generation: int) -> None:
+        if not self._suspicions.silence:
+            self._decide_on(generation)
 
     def _decide_on(self, generation: int) -> None:
         state = self._state
         if state.frozen != generation or state.ended is not None:
             return
-        verdict = self._suspicions.verdict({rank: state.ranks[rank].incarnation for rank in state.members})
+        incarnations = {rank: state.ranks[rank].incarnation for rank in state.members}
+        verdict = self._suspicions.verdict(incarnations, {rank: state.node_of(rank) for rank in state.ranks})
         if verdict is not None and verdict.kind == "reform":
             self._append(Reformed(generation, verdict.why))
+        elif verdict is not None and verdict.kind == "cut off":
+            self._give_up(verdict)
         elif verdict is not None:
             self._condemn(verdict)
+
+    def _give_up(self, verdict: Ruling) -> None:
+        """Lose the ranks of nodes that are cut off. All ranks would wait for each new start of one, so none is made."""
+        state = self._state
+        if state.preparing:  # no rank has state to go on from
+            self._append(JobEnded(ExitCode.STATE_LOST, f"{verdict.why}: the job ends"))
+            return
+        gone = [rank for rank in state.members if state.node_of(rank) in verdict.nodes]
+        self._append(Abandoned(tuple(gone), f"{verdict.why}; once it does, `ctl admit` starts them"))
+        for rank in gone:
+            self._append(Condemned(rank, state.ranks[rank].incarnation, verdict.why))
 
     def _condemn(self, verdict: Ruling) -> None:
         rank_state = self._state.ranks[verdict.rank]
@@ -91,10 +116,20 @@ class HangArbiter:
             step = max(idle.step for idle in members.values())
             if self._circle_at == step:
                 why = f"step {step}: no rank makes progress and none is at fault, for the second time"
-                self._append(JobEnded(ExitCode.DETERMINISTIC, why))
+                apart = self._nodes_apart(members)
+                # Between nodes the network may be the cause, which another start may not find.
+                code = ExitCode.STATE_LOST if apart else ExitCode.DETERMINISTIC
+                named = f"; ranks of nodes {', '.join(map(str, apart))} wait for one another" if apart else ""
+                self._append(JobEnded(code, why + named))
             else:
                 self._circle_at = step
                 self._append(Reformed(self._state.decided, "no rank makes progress and none is at fault"))
+
+    def _nodes_apart(self, members: Mapping[int, Idle]) -> tuple[int, ...]:
+        """Nodes whose ranks wait for ranks of other nodes, or are waited for there, ascending."""
+        node_of = self._state.node_of
+        pairs = {(node_of(rank), node_of(other)) for rank, idle in members.items() for other in idle.waiting_for}
+        return tuple(sorted({node for pair in pairs if pair[0] != pair[1] for node in pair}))
 
     def _consider_recovery(self, members: Mapping[int, Idle]) -> None:
         """A member that neither reports for a frozen generation nor makes progress is hung."""

@@ -157,4 +157,5 @@ class WorkerMessages:
         rank, generation, decision = message.rank, message.generation, self._state.decision
         if decision is not None and decision.generation == generation and rank in decision.members:
             incarnation = decision.members[rank].incarnation
-            self._append(Suspected(worker.rank, rank, incarnation, generation, message.why[:_LONGEST_TEXT]))
+            silent = tuple(sorted(set(message.silent) & decision.members.keys()))
+            self._append(Suspected(worker.rank, rank, incarnation, generation, message.why[:_LONGEST_TEXT], silent))
