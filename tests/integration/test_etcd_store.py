@@ -212,7 +212,7 @@ def test_the_end_of_etcd_ends_the_job_with_one_line(tmp_path: Path) -> None:
             job.wait_members([0, 1])
             own.end()
             assert [job.exit_code(node) for node in (0, 1)] == [4, 4]
-            job.wait_text(f"etcd at {own.endpoint} is gone")
+            job.wait_text(f"etcd at {own.endpoint} cannot be reached")
 
 
 def test_what_the_flags_must_say() -> None:
