@@ -93,11 +93,12 @@ Hub::Hub(HubConfig config)
   listener_ = std::make_unique<Listener>(config_.bind, self_->unix_name, config_.handshake_seconds,
                                          config_.silent_seconds, callbacks);
   self_->port = listener_->port();
-  look_for_silence();
+  look_for_silence(*listener_);
 }
 
-// Not while an edit holds the topology: the listener's thread must go on taking connections for it.
-void Hub::look_for_silence() {
+// Not while an edit holds the topology: the listener's thread must go on taking connections for it. close() clears
+// listener_ before that thread has ended, so it is not asked for here.
+void Hub::look_for_silence(Listener& listener) {
   if (closed_.load()) return;
   bool found = false;
   if (const Shared lock(topology_, std::try_to_lock); lock.owns_lock()) {
@@ -113,7 +114,8 @@ void Hub::look_for_silence() {
     kick();
   }
   const auto pause = std::chrono::duration<double>(config_.silent_seconds / kLooks);
-  listener_->later(std::chrono::duration_cast<std::chrono::milliseconds>(pause), [this] { look_for_silence(); });
+  listener.later(std::chrono::duration_cast<std::chrono::milliseconds>(pause),
+                 [this, &listener] { look_for_silence(listener); });
 }
 
 std::shared_ptr<Hub> Hub::make(HubConfig config) {

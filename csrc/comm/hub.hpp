@@ -158,7 +158,7 @@ class Hub final : public LinkHost {
   bool any_input() const;
   bool flush();  // Sends data queued on any link; true if some was sent.
   bool poll_sockets(int milliseconds);
-  void look_for_silence();       // Again and again, in the listener's thread.
+  void look_for_silence(Listener& listener);  // Again and again, in its thread.
   void give_up_silent(std::map<int, Peer>& missing, bool ahead, Dials* dials);
   void collect_socket_events();  // All of them that are there now.
   void kick();  // Makes the leader look again.
