@@ -74,7 +74,8 @@ CASES = (
     Case("all-at-once", 2, "--mock-data --elastic --elastic-mirrors -1 --data-parallel-random-init "
          "--num-attention-heads 3 --tensor-model-parallel-size 2 --load {tracked} --save {good}.bin --no-such-flag",
          ("--num-attention-heads 3",), more=6),
-    Case("megatrons-own-check", 1, "--mock-data --min-lr 1.0", ("args.min_lr <= args.lr",)),
+    Case("megatrons-own-check", 1, "--mock-data --weight-decay-incr-style linear",
+         ("args.start_weight_decay is not None",)),
 )
 # fmt: on
 
