@@ -22,6 +22,7 @@ ranks of it then asks for ``--yes``. Every answer names the job.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 import time
@@ -190,6 +191,16 @@ def _reshape(args: argparse.Namespace) -> int:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 refused or not found."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of a reader that has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        return 0
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
     parser.add_argument("do", choices=["status", "doctor", "drain", "stop", "admit", "checkpoint", "reshape"])
     parser.add_argument(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,16 @@ import pytest
 from megatron.elastic.control.requests import Status
 from megatron.elastic.control.socket_names import console_name, job_name, start_name
 from megatron.elastic.ctl import CtlError, ask, choose, main
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in ``ctl doctor | head -1``."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "megatron.elastic.ctl", "doctor", "--run-id", "no such job"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
