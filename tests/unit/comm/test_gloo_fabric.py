@@ -7,12 +7,15 @@ stands for the control plane that interrupts and decides.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,7 +23,7 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.gloo.fabric import GlooFabric
-from megatron.elastic.comm.gloo.sockets import created_listener
+from megatron.elastic.comm.gloo.sockets import created_listener, shut_connections, unread
 from tools.bench._common import Here, Ranks
 
 
@@ -147,6 +150,40 @@ def test_interrupt_wakes_a_wait_for_a_living_peer() -> None:
         ranks.say(1, "end")
         assert outcome == "GenerationChanged 2"
         assert took < 10.0  # the wait's own time-out is 20 s
+
+
+def interrupted_while_building(here: Here) -> float:
+    """A connection of another group, as gloo keeps it: shut, open, and without a byte to read."""
+    fabric = make(here)
+    members = swap(here, fabric, range(2), 1)
+    fabric.edit(1, members, 20.0)
+    host, port = cast("list[str]", members[1 - here.rank].endpoint["gloo"])
+    with socket.create_connection((host, int(port))):
+        fabric.interrupt(2)
+        began = time.monotonic()
+        while not fabric.void(1) and time.monotonic() - began < 20.0:
+            time.sleep(0.001)
+        return time.monotonic() - began
+
+
+def test_a_group_that_is_being_built_holds_up_no_wait() -> None:
+    """gloo may forget an operation whose connection closes, and the wait for it must end all the same."""
+    with Ranks(2, interrupted_while_building) as ranks:
+        assert max(ranks.results(range(2)).values()) < 10.0
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_only_a_socket_with_bytes_is_unread(sends: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+        with socket.create_connection(place) as here, listener.accept()[0] as there:
+            if sends:
+                there.sendall(b"1234")
+                select.select([here], [], [], 10.0)
+            inode = os.fstat(here.fileno()).st_ino
+            shut = shut_connections({place})
+            assert inode in shut and unread(shut) == ({inode} if sends else set())
+            assert here.recv(4) == (b"1234" if sends else b"") and unread(shut) == set()
 
 
 def edit_many_times(here: Here) -> list[tuple[int, int]]:

@@ -46,7 +46,7 @@ from megatron.elastic.comm.gloo.sockets import (
     created_listener,
     refused,
     shut_connections,
-    still_open,
+    unread,
 )
 from megatron.elastic.comm.gloo.wait import Waiters
 from megatron.elastic.comm.side_channel import BACKGROUND_ROLE, SideChannel
@@ -290,11 +290,11 @@ class GlooFabric(Fabric):
             self._waits.pop(me, None)
 
     def void(self, generation: int) -> bool:
-        """True if ``generation`` is over and gloo has closed its shut sockets, so it writes to no tensor any more."""
+        """True if ``generation`` is over and no shut socket holds a byte, so gloo writes to no tensor any more."""
         if max(self._frozen, self.generation) <= generation:
             return False
         with self._lock:
-            self._shut = still_open(self._shut)
+            self._shut = unread(self._shut)
             return not self._shut
 
     def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:

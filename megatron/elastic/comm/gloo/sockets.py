@@ -15,12 +15,15 @@ and reused by another thread in between is never shut by mistake.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import termios
+from array import array
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-__all__ = ["Endpoint", "Liveness", "created_listener", "refused", "shut_connections", "still_open"]
+__all__ = ["Endpoint", "Liveness", "created_listener", "refused", "shut_connections", "unread"]
 
 Endpoint = tuple[str, int]
 """(numeric host, port)."""
@@ -61,9 +64,20 @@ def shut_connections(listeners: Collection[Endpoint]) -> set[int]:
     return {inode for fd in _descriptors() if (inode := _look(fd, shut)) is not None}
 
 
-def still_open(sockets: Collection[int]) -> set[int]:
-    """Those of ``sockets`` (inodes) of which this process has a descriptor: gloo may still read what they hold."""
-    return {inode for fd in _descriptors() if (inode := _look(fd, _inode)) is not None and inode in sockets}
+def unread(sockets: Collection[int]) -> set[int]:
+    """Those of ``sockets`` (inodes, all of them shut) that hold bytes which gloo may still read; no more can come.
+
+    A socket without any may stay open for long: gloo keeps those of a group that it is connecting to its time-out.
+    """
+
+    def waiting(sock: socket.socket) -> int | None:
+        inode = _inode(sock)
+        held = array("i", [0])
+        if inode in sockets:
+            fcntl.ioctl(sock, termios.FIONREAD, held)
+        return inode if held[0] else None
+
+    return {inode for fd in _descriptors() if (inode := _look(fd, waiting)) is not None}
 
 
 def refused(endpoint: Endpoint, timeout: float) -> bool:
