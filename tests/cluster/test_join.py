@@ -88,7 +88,7 @@ def test_within_the_step_that_waits_for_it() -> None:
     check(cluster)
 
 
-LATE_WRITES = ("after_prepare", "mid_forward", "before_step")
+GATHERING = ("after_prepare", "mid_forward", "before_step")
 """Points of a newcomer's first step at which a member is in the gather for it."""
 
 
@@ -103,7 +103,7 @@ def norms_of_parameters(text: str) -> dict[int, float]:
     return norms
 
 
-@pytest.mark.parametrize("point", LATE_WRITES)
+@pytest.mark.parametrize("point", GATHERING)
 def test_a_gather_for_a_newcomer_that_is_cut_off_may_write_anything_until_the_edit(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ class Held:
 
     communicator: VendorCommunicator
     ledger: Ledger
-    """What this rank has begun with the communicator."""
+    """The operations that this rank has begun with the communicator."""
     refused: bool = False
     """True if the library refused an operation, of which other members may have done their part."""
     making: bytes = bytes(MAKING_BYTES)

@@ -1,4 +1,4 @@
-"""What each member of a communicator has begun with it, in one number that tells whether all have begun the same.
+"""One number for each member of a communicator, which tell together whether all have begun the same operations.
 
 An interruption can come between two members. The root of a broadcast, or a sender, is done as soon as its bytes are in
 the memory of its neighbour; that neighbour may be told of the interruption before it begins to receive. Nothing is in

@@ -57,7 +57,7 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     agent: str
     """The agent's token."""
     arguments: tuple[str, ...]
-    """What the node passes to the script."""
+    """Arguments that the node passes to the script."""
 
 
 class _Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class JobMembers:
     agent: str
     """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
     unlike: str
-    """How the flags of another node differ from those here (:func:`same_flags.unlike`); empty: they do not."""
+    """A flag in which another node differs from this one, as a line (:func:`same_flags.unlike`); empty: none."""
 
 
 def meet(job: JobSpec, starting: Starting) -> JobMembers:
