@@ -11,7 +11,6 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,22 +29,21 @@ from megatron.elastic.control.events import (
     NodeLost,
     Readmitted,
     Suspected,
-    Wanted,
 )
 from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.failures import Failures, exit_status
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import BEGIN
-from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
+from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.messages import End, FromWorker
 from megatron.elastic.control.quarantine import Quarantine
-from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.admin import Sources
 from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.display import Display
+from megatron.elastic.launch.agent.ending_signals import EndingSignals
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 from megatron.elastic.launch.agent.journal_io import JournalIO
 from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
@@ -66,7 +64,7 @@ from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.node_workers import NodeWorkers
 from megatron.elastic.launch.workers.pool import Pool, Worker
-from megatron.elastic.launch.workers.processes import kill_group, process_state
+from megatron.elastic.launch.workers.processes import process_state
 from megatron.elastic.launch.workers.spawn import Spawner
 
 __all__ = ["Agent"]
@@ -125,6 +123,7 @@ class Agent:
             expert_loads=lambda: self._worker_messages.expert_loads,
         )
         self._display = Display(job, loop, self.node, self._sources, self.append)
+        self._ending_signals = EndingSignals(job, loop, pool, self.append, self.table, self._stop)
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
@@ -142,7 +141,6 @@ class Agent:
         """Starts this node's workers; waits for the node's lease."""
         self._next_position = 0
         self._tried_position = -1
-        self._signals = 0
         self._back_asked = 0
         """Life for which this node has asked for its place."""
 
@@ -150,8 +148,7 @@ class Agent:
 
     def run(self) -> int:
         """Start the workers, serve until the job is over, return its exit code."""
-        for name in self.job.signals:
-            self._loop.on_signal(signal.Signals[name], self._signalled)
+        self._ending_signals.listen()
         self._catch_up()
         self._journal_trimming.start()
         self._conditions.start()
@@ -455,38 +452,6 @@ class Agent:
             self.exit_code = code
             self._respawn.close()
             self._loop.stop()
-
-    def _signalled(self, number: int) -> None:
-        self._signals += 1
-        name = signal.Signals(number).name
-        elastic = self.job.elastic or any(worker.elastic for worker in self.by_rank.values())
-        if self._signals > 1:
-            self.append(JobEnded(128 + number, f"second {name}: the job ends at once, without a checkpoint"))
-            self._loop.after(1.0, lambda: self._stop(128 + number))
-        elif elastic:
-            say(
-                f"{name}: the job saves a checkpoint at the next step boundary "
-                "and ends; a second signal ends it at once"
-            )
-            self.append(Wanted(Drain()))
-            self._loop.after(self.job.drain_timeout, lambda: self.append(self._late(number)))
-        else:
-            for worker in self._pool.workers.values():
-                if worker.pid:
-                    kill_group(worker.pid, number)
-            end = JobEnded(128 + number, f"{name}: the job ends")
-            self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
-
-    def _late(self, number: int) -> JobEnded:
-        """The end of a job that did not drain in time. Before its first step there was nothing to save."""
-        late = f"{signal.Signals(number).name}: not drained within {self.job.drain_timeout:.0f} s"
-        doing = [idle for _, idle in self.table().values()]
-        missing = sorted({rank for idle in doing if idle.phase == WAITING_FOR_RANKS for rank in idle.waiting_for})
-        if missing:
-            late += f", in which ranks {missing} did not come back, without which nothing can be saved"
-        if any(idle.step >= 0 for idle in doing):
-            return JobEnded(128 + number, f"{late}: the job ends")
-        return JobEnded(ExitCode.DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
