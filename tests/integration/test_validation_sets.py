@@ -89,3 +89,39 @@ def test_one_set_in_full_and_a_test_set(tmp_path: Path, sets: tuple[str, ...]) -
     ):
         reference, found = ([float(loss) for loss in re.findall(pattern, run.output)] for run in (whole, job))
         assert len(reference) == 2 and found == pytest.approx(reference, rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_without_training_as_by_megatron(tmp_path: Path, sets: tuple[str, ...]) -> None:
+    """The job that saved it has evaluated more samples than the set of the second job has."""
+    folder, saved = Path(sets[sets.index("--train-data-path") + 1]).parent, str(tmp_path / "saved")
+    data = ("--valid-data-path", str(folder / "one"), "--test-data-path", str(folder / "train"))
+    flags = (*data, "--global-batch-size", "8", "--eval-interval", "2")
+    first = elastic_job(
+        tmp_path / "first",
+        2,
+        1,
+        1,
+        5,
+        *flags,
+        "--eval-iters",
+        "1",
+        "--save",
+        saved,
+        "--save-interval",
+        "5",
+        *NO_DROPOUT,
+        model=sets,
+    )
+    assert first.code == 0, first.output[-6000:]
+    alone = (*flags, "--eval-iters", "1", "--skip-train", "--load", saved)
+    run_plain(tmp_path, [Case("alone", (1, 1, 2), alone)], model=sets)
+    job = elastic_job(tmp_path / "elastic", 2, 1, 1, 5, *alone, *NO_DROPOUT, model=sets)
+    assert job.code == 0, job.output[-6000:]
+    reference, found = (all_losses(text) for text in (logs(tmp_path, "alone"), job.output))
+    assert len(reference) == 2 and found == pytest.approx(reference, rel=ROUNDING)
+
+
+def all_losses(text: str) -> list[float]:
+    """Of each evaluation, in the order of the log."""
+    return [float(loss) for loss in re.findall(r"validation loss at iteration .*? lm loss value: (\S+)", text)]

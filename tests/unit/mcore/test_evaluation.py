@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.training import global_vars
 
-from megatron.elastic.mcore.loop.evaluation import batches_of, told_of, validation_sets
+from megatron.elastic.mcore.loop.evaluation import batches_of, count_evaluated, told_of, validation_sets
 from megatron.elastic.mcore.loop.evaluation import test_set as the_test_set
 from megatron.elastic.plan.model import Grid
 
@@ -25,6 +25,7 @@ def args(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         eval_iters=3,
         consumed_valid_samples=40,
         num_workers=0,
+        skip_train=False,
     )
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", given)
     return given
@@ -48,6 +49,40 @@ def test_one_set_is_read_in_full_or_in_the_batches_of_its_flag(args: SimpleNames
     part = validation_sets(range(100), args, GRID, lambda: 40)
     assert not isinstance(whole, tuple) and not isinstance(part, tuple)
     assert (whole.batches, whole.first(), part.batches, part.first()) == (13, 0, 3, 40)
+
+
+def test_without_training_the_set_is_read_from_its_begin(args: SimpleNamespace) -> None:
+    """Megatron makes the set no longer than one evaluation then."""
+    args.full_validation, args.skip_train = False, True
+    alone = validation_sets(range(24), args, GRID, lambda: 40)
+    assert not isinstance(alone, tuple)
+    assert (alone.batches, alone.first()) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "counted"),
+    [
+        ({}, 2 * 3 * 8),
+        ({"consumed_valid_samples": 40}, 40),
+        ({"iteration": 0}, 0),
+        ({"train_samples": 100}, 0),
+        ({"eval_interval": None}, 0),
+    ],
+)
+def test_a_checkpoint_without_evaluations_counts_those_of_the_present_flags(
+    given: dict[str, int | None], counted: int
+) -> None:
+    args = SimpleNamespace(
+        iteration=5,
+        consumed_valid_samples=0,
+        train_samples=None,
+        eval_interval=2,
+        eval_iters=3,
+        global_batch_size=8,
+    )
+    vars(args).update(given)
+    count_evaluated(args)
+    assert args.consumed_valid_samples == counted
 
 
 def test_megatron_is_told_of_the_sets_that_it_evaluates(args: SimpleNamespace) -> None:

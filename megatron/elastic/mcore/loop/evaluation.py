@@ -21,7 +21,16 @@ from megatron.elastic.engine.compute.samples import DatasetSource, SampleSource
 from megatron.elastic.mcore.loop.data import repeated_order, source_for
 from megatron.elastic.plan.model import Grid
 
-__all__ = ["Evaluated", "EvaluatedSet", "batch_size", "batches_of", "test_set", "told_of", "validation_sets"]
+__all__ = [
+    "Evaluated",
+    "EvaluatedSet",
+    "batch_size",
+    "batches_of",
+    "count_evaluated",
+    "test_set",
+    "told_of",
+    "validation_sets",
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,16 @@ def batch_size(args: Any) -> int:
     return int(getattr(args, "eval_global_batch_size", args.global_batch_size))  # from 0.18 on
 
 
+def count_evaluated(args: Any) -> None:
+    """Set the counter for a checkpoint whose job evaluated nothing, as Megatron does.
+
+    Validation goes on where it would be, had the present flags been those of the checkpoint's job.
+    """
+    if args.iteration > 0 and args.consumed_valid_samples == 0 and args.train_samples is None and args.eval_interval:
+        evaluations = args.iteration // args.eval_interval
+        args.consumed_valid_samples = evaluations * args.eval_iters * args.global_batch_size
+
+
 def test_set(dataset: Any, args: Any, grid: Grid) -> EvaluatedSet:
     """Return the test set, which is evaluated once."""
     return EvaluatedSet(source_for(dataset, args, grid), lambda: 0, args.eval_iters)
@@ -54,9 +73,10 @@ def validation_sets(datasets: Any, args: Any, grid: Grid, before: Callable[[], i
     too small to be read in full.
     """
     if not args.full_validation:
-        return EvaluatedSet(
-            source_for(datasets, args, grid), lambda: int(get_args().consumed_valid_samples), args.eval_iters
-        )
+        source = source_for(datasets, args, grid)
+        if args.skip_train:  # Megatron sizes the set for one evaluation, and reads it from its begin
+            return EvaluatedSet(source, lambda: int(get_args().consumed_valid_samples) - before(), args.eval_iters)
+        return EvaluatedSet(source, lambda: int(get_args().consumed_valid_samples), args.eval_iters)
     each = datasets if isinstance(datasets, list) else [datasets]
     size, together = batch_size(args), sum(map(len, each))
 

@@ -46,7 +46,14 @@ from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.checkpoint.verifying import verified
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
-from megatron.elastic.mcore.loop.evaluation import Evaluated, EvaluatedSet, batches_of, test_set, validation_sets
+from megatron.elastic.mcore.loop.evaluation import (
+    Evaluated,
+    EvaluatedSet,
+    batches_of,
+    count_evaluated,
+    test_set,
+    validation_sets,
+)
 from megatron.elastic.mcore.loop.first_pass import rehearsed
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.context_parallel import ContextParallel
@@ -320,6 +327,7 @@ class Setup:
         args = get_args()
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
+        count_evaluated(args)
         if self._engine is not None:
             self._engine.tools.reach("in_setup", 0)
         # Megatron builds data sets only for both ends of a pipeline, on the first rank of a tensor-parallel group. Any
