@@ -117,7 +117,7 @@ def _alike(result: StepResult, wanted: StepResult, tolerance: float) -> bool:
         math.isclose(result.losses[name], value, rel_tol=max(tolerance, 1e-6)) for name, value in wanted.losses.items()
     )
     norms = math.isclose(result.grad_norm, wanted.grad_norm, rel_tol=max(tolerance, 1e-9))
-    return losses and norms and result.skipped == wanted.skipped
+    return losses and norms and (result.skipped, result.zeros) == (wanted.skipped, wanted.zeros)
 
 
 def _check_held(cluster: Cluster, settled: bool) -> None:

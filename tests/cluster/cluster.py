@@ -319,6 +319,7 @@ class RankProcess:
             replace(HYPER, load=load),
             per_token_loss=True,
             whole_microbatches=program.experts is not None,
+            count_zeros=True,
             communication_timeout=TIMEOUT,
             steps=scenario.steps,
         )

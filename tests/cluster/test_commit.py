@@ -36,6 +36,28 @@ def test_a_step_ends_in_each_way() -> None:
     assert kinds == {"roll_forward", "revote", "rerun"}
 
 
+class Sparse(Samples):
+    """Some numbers of each input are zero, more from sample 4 on: so are gradients of the first unit's weights."""
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        item = super().__getitem__(number)
+        item[0, :, : 3 if number < 4 else 5] = 0
+        return item
+
+
+def test_a_step_has_the_zeros_of_its_whole_gradient_in_each_way() -> None:
+    program = Program(samples=Sparse())
+    calm = {step: result.zeros for step, result in run("steps=3", program).finished[0].results.items()}
+    assert calm[1] != calm[2]
+    kinds = set()
+    for seed, point in ((0, "before_vote"), (0, "after_vote"), (1, "before_vote"), (1, "after_vote")):
+        cluster = run(f"steps=3 seed={seed} back=never kill:rank={seed},step=2,point={point}", program)
+        for process in cluster.finished:
+            assert {step: result.zeros for step, result in process.results.items()} == calm, cluster.scenario
+            kinds |= {outcome.resolution.kind for outcome in process.recoveries}
+    assert kinds == {"roll_forward", "revote", "rerun"}
+
+
 def test_a_gradient_that_is_not_finite_is_computed_again() -> None:
     cluster = run("steps=3", Program(samples=Broken(5, times=2)))
     check(cluster)

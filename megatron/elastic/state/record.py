@@ -185,6 +185,8 @@ class StepRecord:
     bias_correction2: float = 1.0
     denominator: float = 1.0
     tokens: float = 0.0
+    zeros: int = 0
+    """Elements of the gradient that are zero; 0 where they are not counted."""
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Per key of the loss dictionary: (numerator, denominator), summed over the global batch."""
     ledger_hash: str = ""
@@ -300,6 +302,8 @@ class Vote:
     """Published speeds after this step's measurements."""
     rates: tuple[Rate, ...] = ()
     """Rates by parameter group, from one rank."""
+    zeros: int = 0
+    """Elements of the gradient that are zero, where they are counted."""
     left_out: bool = False
     """True if nothing was computed from the samples, so that there is no gradient."""
     expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -366,6 +370,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         bias_correction2=1.0 - power2,
         denominator=vote.denominator,
         tokens=vote.tokens,
+        zeros=vote.zeros,
         losses={key: (_one_nan(total), _one_nan(count)) for key, (total, count) in vote.losses.items()},
         ledger_hash=vote.ledger_hash,
         plan_hash=vote.plan_hash,

@@ -89,7 +89,6 @@ class StepCommit:
         """Key of the newest gradients computed here."""
         self._voted = context.view, VoteLayout((), ())
         """The view and the layout of the last vote."""
-        self._zeros = 0
 
     # -- the present attempt -------------------------------------------------------
 
@@ -220,7 +219,6 @@ class StepCommit:
         voted = Voted(at.record, address, named, oldest, retained, *self._migrator.named_in_time())
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
         at.admitted = 0
-        self._zeros = total.zeros
         at.tools.pool.remember(at.record)
         at.listener.recorded(at.record, at.view, "vote", voted)
         self._migrator.voted(total.ready == total.voters)
@@ -276,6 +274,7 @@ class StepCommit:
             found_nonfinite=total.overflows > 0,
             denominator=total.tokens if settings.per_token_loss else view.plan.grid.data_parallel_size,
             tokens=total.tokens,
+            zeros=total.zeros,
             samples=attempt.step.address.size,
             left_out=attempt.step.left_out,
             losses=total.report,
@@ -347,5 +346,5 @@ class StepCommit:
         """Return the newest step in the form that the host's loop expects."""
         record, settings = self._context.record, self._context.tools.settings
         losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
-        zeros = self._zeros if settings.count_zeros else None
+        zeros = record.zeros if settings.count_zeros else None
         return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)

@@ -363,7 +363,6 @@ class StepBody:
         counted = view.leads
         tally = Tally(
             tokens=result.tokens if counted else 0.0,
-            zeros=self._zeros(key) if tools.settings.count_zeros else 0,
             ledger=result.ledger if counted else Ledger(),
             report=result.report if counted else {},
             rows=tuple(sorted(result.rows)) if counted else (),
@@ -383,9 +382,10 @@ class StepBody:
         return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
     def weigh(self, tally: Tally, key: GradientKey) -> None:
-        """Compute norms and overflows of the gradients that this rank owns in this generation."""
+        """Compute norms, overflows and zeros of the gradients that this rank owns in this generation."""
         tally.norms = {block.key: self._tools.pool.norm_sq(block.key, key) for block in self._view.owned}
         tally.overflows = sum(not math.isfinite(square) for square in tally.norms.values())
+        tally.zeros = self._zeros(key) if self._tools.settings.count_zeros else 0
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """Return the sum over all living ranks. Raises ``RuntimeError`` when plans differ."""
