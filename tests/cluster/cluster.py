@@ -54,7 +54,7 @@ from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJour
 from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.grid_model import GridModel
-from tests.cluster.model import Samples, TinyModel, collate, forward_step
+from tests.cluster.model import LossyModel, Samples, TinyModel, collate, forward_step
 from tests.cluster.routed_grid_model import RoutedGridModel
 from tests.cluster.routed_model import EXPERTS, RoutedModel
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
@@ -107,6 +107,8 @@ class Program:
     """Train the model that is cut over tensor-parallel groups, and whose sequence is cut over these groups."""
     experts: tuple[int, int] | None = None
     """(sets of experts, ranks with a part of each): with ``parts`` or ``grid``, of layers whose experts ranks share."""
+    layer_losses: bool = False
+    """Layers add losses of their own."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
@@ -170,7 +172,7 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
         ranks, team = topology.cell_of(rank).ranks, topology.tensor if topology.context > 1 else None
         return GridModel(UNITS, units, CellPlace(ranks, ranks.index(rank), team=team), fabric)
     if topology.tensor == 1 and not program.cut:
-        return TinyModel(UNITS, units)
+        return LossyModel(UNITS, units) if program.layer_losses else TinyModel(UNITS, units)
     place = CellPlace(topology.cell_of(rank).ranks, topology.shard(rank))
     return CutModel(UNITS, units, place, fabric, program.sequence)
 
@@ -319,6 +321,7 @@ class RankProcess:
             replace(HYPER, load=load),
             per_token_loss=True,
             whole_microbatches=program.experts is not None,
+            layer_losses=program.layer_losses,
             count_zeros=True,
             communication_timeout=TIMEOUT,
             steps=scenario.steps,

@@ -28,7 +28,7 @@ from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["LENGTH", "Samples", "TinyModel", "UnitChain", "collate", "forward_step"]
+__all__ = ["LENGTH", "LossyModel", "Samples", "TinyModel", "UnitChain", "collate", "forward_step"]
 
 LENGTH, WIDTH = 4, 20
 """Positions of a sample, and numbers at each: a unit has two blocks of state at the smallest block size."""
@@ -225,6 +225,28 @@ class TinyModel(UnitChain):
 
     def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self._layers[unit](x))
+
+
+class LossyModel(TinyModel):
+    """Each layer adds a loss, of which only its value is of interest: unit ``u`` reports ``u`` for each row."""
+
+    def __init__(self, units: int, held: Collection[int]) -> None:
+        super().__init__(units, held)
+        self._total, self._count = 0, 0
+
+    def weigh_layer_losses(self, weight: float) -> None:
+        """See :class:`ModelInterface`."""
+        self._total, self._count = 0, 0
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        """See :class:`ModelInterface`."""
+        return {"of layers": (float(self._total), float(self._count))} if self._count else {}
+
+    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            rows = x.shape[ROW_DIM]
+            self._total, self._count = self._total + unit * rows, self._count + rows
+        return super()._run(unit, x)
 
 
 def _layer(unit: int) -> torch.nn.Linear:

@@ -58,6 +58,18 @@ def test_a_step_has_the_zeros_of_its_whole_gradient_in_each_way() -> None:
     assert kinds == {"roll_forward", "revote", "rerun"}
 
 
+def test_losses_that_layers_add_are_those_of_all_ranks() -> None:
+    """No survivor knows the part of a lost rank, so the step is computed again where a vote could be repeated."""
+    program = Program(layer_losses=True)
+    calm = {step: result.losses["of layers"] for step, result in run("steps=2", program).finished[0].results.items()}
+    assert set(calm.values()) == {1.5}, "the mean of four layers"
+    for seed in range(4):
+        cluster = run(f"steps=2 seed={seed} back=never kill:rank=1,step=2,point=before_vote", program)
+        for process in cluster.finished:
+            assert {step: result.losses["of layers"] for step, result in process.results.items()} == calm
+            assert [outcome.resolution.kind for outcome in process.recoveries] == ["rerun"]
+
+
 def test_a_gradient_that_is_not_finite_is_computed_again() -> None:
     cluster = run("steps=3", Program(samples=Broken(5, times=2)))
     check(cluster)

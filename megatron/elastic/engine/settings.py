@@ -37,6 +37,8 @@ class Settings:
     per_token_loss: bool = False
     whole_microbatches: bool = False
     """True if a loss depends on all rows of a micro-batch together, so that ranks never share one."""
+    layer_losses: bool = False
+    """True if layers add losses of their own: each rank that computes layers then reports a part of their values."""
     count_zeros: bool = False
     check_finite: bool = True
     """True if a gradient that is not finite ends the job (Megatron's default)."""

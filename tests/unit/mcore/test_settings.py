@@ -54,6 +54,8 @@ def arguments(**more: Any) -> SimpleNamespace:
         "calculate_per_token_loss": False,
         "use_tp_pp_dp_mapping": False,
         "num_experts": None,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
         "expert_model_parallel_size": 1,
         "log_num_zeros_in_grad": False,
         "check_for_nan_in_loss_and_grad": True,
@@ -175,3 +177,18 @@ def test_layers_of_further_tokens_have_a_bias_like_the_last_layer(
     )
     balance = expert_balance(args, config)
     assert balance is not None and balance.units == expected and balance.rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, False),
+        ({"moe_aux_loss_coeff": 0.01}, False),
+        ({"num_experts": 4}, False),
+        ({"num_experts": 4, "moe_aux_loss_coeff": 0.01}, True),
+        ({"num_experts": 4, "moe_z_loss_coeff": 1e-3}, True),
+        ({"mtp_num_layers": 1}, True),
+    ],
+)
+def test_layers_that_add_losses_are_known(flags: dict[str, Any], expected: bool) -> None:
+    assert engine_settings(arguments(**flags), SCHEDULE, always).layer_losses == expected

@@ -105,11 +105,11 @@ class StepCommit:
     def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
         """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient.
 
-        None where routers have a bias: the tokens that a lost rank counted are lost with it, also those of rows whose
-        loss a survivor reports.
+        None where routers have a bias, or layers add losses: the tokens that a lost rank counted, and the losses of its
+        layers, are lost with it, also those of rows whose loss a survivor reports.
         """
-        attempt = self._attempt
-        if attempt is None or attempt.tally is None or self._context.tools.settings.hyper.balance is not None:
+        attempt, settings = self._attempt, self._context.tools.settings
+        if attempt is None or attempt.tally is None or settings.hyper.balance is not None or settings.layer_losses:
             return {}
         known = (*attempt.tally.rows, *attempt.skipped)  # a row left out has no loss to report
         return {attempt.key: [(row, row + 1) for row in known]}

@@ -128,6 +128,7 @@ def engine_settings(
         hyper=hyper,
         per_token_loss=bool(args.calculate_per_token_loss),
         whole_microbatches=bool(args.num_experts or predicts(args)),
+        layer_losses=bool(predicts(args) or (args.num_experts and (args.moe_aux_loss_coeff or args.moe_z_loss_coeff))),
         count_zeros=bool(args.log_num_zeros_in_grad),
         check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),
