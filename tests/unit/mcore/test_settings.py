@@ -136,7 +136,8 @@ def test_cells_and_pipelines_are_megatrons_groups(sizes: tuple[int, int, int], r
     [
         ({}, "none", 1.0, True),
         ({"fp16": True}, "dynamic", 2.0**32, False),
-        ({"fp16": True, "loss_scale": 128.0}, "constant", 128.0, False),
+        ({"fp16": True, "loss_scale": 128.0}, "constant", 128.0, True),
+        ({"fp16": True, "loss_scale": 128.0, "check_for_nan_in_loss_and_grad": False}, "constant", 128.0, False),
         ({"check_for_nan_in_loss_and_grad": False}, "none", 1.0, False),
     ],
 )

@@ -130,7 +130,7 @@ def engine_settings(
         whole_microbatches=bool(args.num_experts or predicts(args)),
         layer_losses=bool(predicts(args) or (args.num_experts and (args.moe_aux_loss_coeff or args.moe_z_loss_coeff))),
         count_zeros=bool(args.log_num_zeros_in_grad),
-        check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
+        check_finite=bool(args.check_for_nan_in_loss_and_grad) and scaler != "dynamic",
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),
         batch_size=batch_size,
         steps=int(args.train_iters) if args.train_iters else None,
