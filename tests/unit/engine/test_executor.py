@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from megatron.elastic.engine.compute.device_numbers import on_device
 from megatron.elastic.engine.compute.executor import Executor, Pass
 from megatron.elastic.engine.compute.ledger import Expected
 from megatron.elastic.engine.compute.model_interface import LossOutput
-from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Unanswered
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.observe.timeline import Timeline
@@ -174,3 +175,37 @@ def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
         reported = executor(interface, plan(*cuts)).run(work(training=False))
     assert set(reported.report) == {"loss"}, "layers add no losses where no gradient is computed"
     assert reported.report["loss"][1] == 4 and sorted(reported.rows) == list(range(ROWS))
+
+
+class _Sent:
+    """The work of a message that is sent at once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> bool:
+        return True
+
+
+def test_messages_that_are_sent_keep_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage between two others sends two tensors a micro-batch; a step may have hundreds of micro-batches."""
+    stages, rows = 3, 32
+    cells = tuple(Cell(number, (number,)) for number in range(stages))
+    replica = Replica(tuple(Segment(cell, first, end) for cell, (first, end) in enumerate(((0, 1), (1, 3), (3, 4)))))
+    found = instant_plan(Topology(Grid(rows, 1, 1), UNITS, cells, (replica,)))
+    shape, sent, alive = torch.Size((LENGTH, 1, WIDTH)), 0, set[int]()
+
+    def isend(tensor: torch.Tensor, **_: Any) -> _Sent:
+        nonlocal sent
+        sent += 1
+        if sent == 2 * rows:
+            tensors = (found for found in gc.get_objects() if type(found) is torch.Tensor)
+            alive.update(tensor.data_ptr() for tensor in tensors if tensor.shape == shape)
+        return _Sent()
+
+    monkeypatch.setattr("torch.distributed.isend", isend)
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
+    transport = Unanswered(group=None, blocking=lambda peer: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Unanswered, "send", BoundaryTransport.send)
+    Executor(interface, transport, found, cells[1], 0, lambda *_: None).run(work())  # type: ignore[arg-type]
+    assert 0 < len(alive) < 8, "those of the last micro-batch"

@@ -184,6 +184,8 @@ class Executor:
         self._deferred: dict[int, DeferredWeights] = {}
         self._receipts: dict[tuple[int, bool], Receipt] = {}
         self._local: dict[tuple[int, bool], torch.Tensor] = {}
+        self._source_gradients: dict[int, torch.Tensor] = {}
+        """Piece → gradient of its input, until the last part of it is sent."""
 
     @property
     def finished_units(self) -> frozenset[int]:
@@ -257,12 +259,14 @@ class Executor:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
                 self._emit(running.output, edge.source_at, action.edge, edge.target, work.step, backward=False)
-                if not work.training and action.edge == self._sent(piece)[-1]:
+                if not work.training and action.edge == self._remote(piece, backward=False)[-1]:
                     del self._running[piece.id]
             case Op.SEND_BACKWARD:
                 edge = self._plan.edges[action.edge]
-                gradient = self._local[(-1 - piece.id, True)]
+                gradient = self._source_gradients[piece.id]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
+                if action.edge == self._remote(piece, backward=True)[-1]:
+                    del self._source_gradients[piece.id]
 
     def _draw(self, result: PassResult, timeline: Timeline) -> None:
         for op, number, start_ns, end_ns, _ in result.measured.read():
@@ -304,7 +308,7 @@ class Executor:
             if not work.training:
                 return
         self._hand_over(piece, output.detach(), backward=False)
-        if work.training or self._sent(piece):
+        if work.training or self._remote(piece, backward=False):
             self._running[piece.id] = _Running(source, output)
 
     def _enter(self, piece: Piece, batch: PieceBatch, work: Pass, result: PassResult) -> None:
@@ -332,7 +336,8 @@ class Executor:
         if running.source is not None:
             assert running.source.grad is not None
             self._hand_over(piece, running.source.grad, backward=True)
-            self._local[(-1 - piece.id, True)] = running.source.grad
+            if self._remote(piece, backward=True):
+                self._source_gradients[piece.id] = running.source.grad
 
     def _hand_over(self, piece: Piece, tensor: torch.Tensor, *, backward: bool) -> None:
         """Keep the output of ``piece`` for adjacent pieces of this cell: tables have no transfer within a cell."""
@@ -345,10 +350,10 @@ class Executor:
         """Return the cell that ``edge`` receives from."""
         return self._pieces[edge.target if backward else edge.source].cell
 
-    def _sent(self, piece: Piece) -> list[int]:
-        """Return the edges on which this cell sends the output of ``piece``, in the order of its table."""
-        edges = self._plan.edges
-        return [i for i in self._out_of.get(piece.id, ()) if self._pieces[edges[i].target].cell != self._cell.id]
+    def _remote(self, piece: Piece, *, backward: bool) -> list[int]:
+        """Return the edges on which the cell sends the output of ``piece`` or its input's gradient, in table order."""
+        edges = (self._into if backward else self._out_of).get(piece.id, ())
+        return [i for i in edges if self._peer(self._plan.edges[i], backward=not backward) != self._cell.id]
 
     def _assemble(self, piece: Piece, *, backward: bool) -> torch.Tensor:
         """Return the rows of every edge of ``piece`` as one ``[s, rows, h]`` tensor."""

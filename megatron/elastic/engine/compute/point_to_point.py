@@ -62,7 +62,8 @@ class BoundaryTransport:
     _sent: list[tuple[dist.Work, torch.Tensor, int]] = field(default_factory=list)
 
     def send(self, rows: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> None:
-        """Start sending; the tensor is kept until :meth:`flush`."""
+        """Start sending; the tensor is kept until it is sent."""
+        self._forget_sent()
         tensor = rows.detach().contiguous()
         work = started(dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward)))
         self._sent.append((work, tensor, peer))
@@ -81,6 +82,16 @@ class BoundaryTransport:
             work = started(dist.irecv(target, src=peer, group=self.group, tag=tag))
             posted.append(_Arrival(work, peer, runs, target))
         return Receipt(buffer, tuple(posted), self.blocking)
+
+    def _forget_sent(self) -> None:
+        """Forget the messages that are sent: a step has as many as micro-batches. Raises the errors of failed ones."""
+        under_way = []
+        for message in self._sent:
+            if message[0].is_completed():
+                message[0].wait()
+            else:
+                under_way.append(message)
+        self._sent = under_way
 
     def flush(self) -> None:
         """Wait until every message of the step is sent; its storage may be reused afterwards."""
