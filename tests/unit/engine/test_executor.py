@@ -35,6 +35,8 @@ class Layers:
     layers: list[torch.nn.Linear] = field(default_factory=list)
     batch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     weight: float = 0.0
+    mean: bool = False
+    """Report the mean of what else is a sum."""
 
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
@@ -45,7 +47,8 @@ class Layers:
         if piece.end < UNITS:
             return x
         loss = x.square().sum()
-        return LossOutput(loss, torch.tensor(x.shape[0] * x.shape[1]), {"loss": loss.detach()})
+        reported = x.square().mean() if self.mean else loss
+        return LossOutput(loss, torch.tensor(x.shape[0] * x.shape[1]), {"loss": reported.detach()})
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         return torch.Size((LENGTH, rows, WIDTH)), torch.float32
@@ -175,6 +178,25 @@ def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
         reported = executor(interface, plan(*cuts)).run(work(training=False))
     assert set(reported.report) == {"loss"}, "layers add no losses where no gradient is computed"
     assert reported.report["loss"][1] == 4 and sorted(reported.rows) == list(range(ROWS))
+
+
+def test_a_reported_mean_weighs_parts_of_a_micro_batch_by_their_rows() -> None:
+    """The value logged is then the mean over micro-batches, however the rows of a lost rank are cut."""
+    generator = torch.manual_seed(11)
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)], mean=True)
+    interface.batch = torch.randn(LENGTH, 12, WIDTH, generator=generator)
+    cells = tuple(Cell(number, (number,)) for number in range(3))
+    replicas = tuple(Replica((Segment(number, 0, UNITS),)) for number in range(3))
+    reported = []
+    for living in (cells, cells[:2]):
+        found = instant_plan(
+            Topology(Grid(12, 4, 3), UNITS, living, replicas), dataflow="resize", cut_microbatches=True
+        )
+        passes = [Executor(interface, Nowhere(), found, cell, 0, lambda *_: None).run(work()) for cell in living]  # type: ignore[arg-type]
+        values = [made.report["loss"] for made in passes]
+        reported.append((sum(total for total, _ in values), sum(count for _, count in values)))
+    assert {len(piece.rows) for piece in found.pieces} > {4}, "a micro-batch is cut"
+    assert reported[0][1] == 3 and reported[1] == pytest.approx(reported[0], rel=1e-5)
 
 
 class _Sent:

@@ -97,30 +97,31 @@ class PassResult:
     amaxes: Mapping[int, Sequence[float]] = field(default_factory=dict)
     """Unit → largest absolute value of each of its tensors in FP8, where scales follow from them."""
     measured: PieceTimes = field(default_factory=PieceTimes)
-    _unread: list[tuple[torch.Tensor | None, dict[str, torch.Tensor]]] = field(default_factory=list)
-    """Tokens and reported values of losses, which the device may not have computed yet."""
+    _unread: list[tuple[torch.Tensor | None, dict[str, torch.Tensor], float]] = field(default_factory=list)
+    """Tokens and reported values of losses, which the device may not have computed yet, and the weight of means."""
 
-    def reported(self, output: LossOutput) -> None:
-        """Take the values of one loss. Does not wait for the device."""
+    def reported(self, output: LossOutput, share: float) -> None:
+        """Take the values of one loss, of ``share`` of a micro-batch. Does not wait for the device."""
         tokens = None if output.tokens is None else output.tokens.detach()
-        self._unread.append((tokens, {key: value.detach().reshape(-1) for key, value in output.report.items()}))
+        report = {key: value.detach().reshape(-1) for key, value in output.report.items()}
+        self._unread.append((tokens, report, share))
 
     def read(self) -> None:
         """Add up the values of all losses so far; waits until the device has computed them. Raises ``ValueError``."""
         unread, self._unread = self._unread, []
-        for tokens, report in unread:
+        for tokens, report, share in unread:
             if tokens is not None:
                 self.tokens += float(tokens)
             for key, flat in report.items():
-                self._add(key, flat.cpu().double())
+                self._add(key, flat.cpu().double(), share)
 
-    def _add(self, key: str, flat: torch.Tensor) -> None:
+    def _add(self, key: str, flat: torch.Tensor, share: float) -> None:
         if flat.numel() not in (1, 2):
             raise ValueError(
                 f"the loss function reports {key!r} with {flat.numel()} values: "
                 "return 1 (a mean) or 2 (a sum and its count)"
             )
-        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
+        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]) * share, share)
         before = self.report.get(key, (0.0, 0.0))
         self.report[key] = (before[0] + total, before[1] + count)
 
@@ -303,7 +304,7 @@ class Executor:
         self._enter(piece, batch, work, result)
         if isinstance(output, LossOutput):
             result.rows.extend(piece.rows)
-            result.reported(output)
+            result.reported(output, len(piece.rows) / self._plan.grid.micro_batch_size)
             output = _weighted(output, piece, self._plan, work, result)
             if not work.training:
                 return
