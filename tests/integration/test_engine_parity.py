@@ -90,6 +90,7 @@ QUICK = (
 FURTHER = (
     Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("pp2dp2-experts-shared", (1, 2, 2), (*EXPERTS, *SHARED)),
+    Case("tp2dp2-learnable-sinks", (2, 1, 2), ("--softmax-type", "learnable")),
     Case("pp2dp2-experts-per-token", (1, 2, 2), (*EXPERTS, *PER_TOKEN, "--eod-mask-loss")),
 )
 

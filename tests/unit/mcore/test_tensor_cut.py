@@ -82,6 +82,7 @@ def whole_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         "self_attention.linear_qkv.weight": (rows, HIDDEN),
         "self_attention.linear_qkv.bias": (rows,),
         "self_attention.linear_proj.weight": (HIDDEN, sizes.heads * sizes.channels),
+        "self_attention.core_attention.softmax_offset": (sizes.heads,),
         "mlp.linear_fc1.weight": (fc1, HIDDEN),
         "mlp.linear_fc1.bias": (fc1,),
         "mlp.linear_fc2.weight": (HIDDEN, sizes.columns),
@@ -239,6 +240,7 @@ def test_a_layer_on_one_rank_has_the_shards_side_by_side(cell: tuple[Sizes, int]
         ("mlp.shared_experts.linear_fc2.weight", 1),
         ("mlp.experts.local_experts.3.linear_fc2.weight", 1),
         ("self_attention.linear_proj.weight", 1),
+        ("self_attention.core_attention.softmax_offset", 0),
         ("output_layer.weight", 0),
     ):
         if name not in whole_shapes(sizes):

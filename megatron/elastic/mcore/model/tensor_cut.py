@@ -55,11 +55,13 @@ class _Axis(NamedTuple):
 
 
 _QKV, _HEADS, _VOCABULARY = _Axis("qkv"), _Axis("heads"), _Axis("vocabulary")
+_HEAD_NUMBERS = _Axis("numbers, one for each head")
 _MLP, _SHARED, _EXPERT = "MLP columns", "columns of shared experts", "columns of an expert"
 
 LAYER_NAMES = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_proj.weight",
+    "self_attention.core_attention.softmax_offset",
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
     "shared_experts.linear_fc1.weight",
@@ -73,6 +75,7 @@ _CUTS: dict[str, tuple[_Axis, int]] = {
     "self_attention.linear_qkv.weight": (_QKV, 0),
     "self_attention.linear_qkv.bias": (_QKV, 0),
     "self_attention.linear_proj.weight": (_HEADS, 1),
+    "self_attention.core_attention.softmax_offset": (_HEAD_NUMBERS, 0),
     "mlp.linear_fc1.weight": (_Axis(_MLP, gated=True), 0),
     "mlp.linear_fc1.bias": (_Axis(_MLP, gated=True), 0),
     "mlp.linear_fc2.weight": (_Axis(_MLP), 1),
@@ -320,6 +323,8 @@ def _runs(sizes: Sizes, axis: _Axis, share: TensorShare) -> list[Run]:
         return _qkv_runs(sizes, share)
     if axis == _HEADS:
         return [(share.heads[0] * sizes.channels, share.heads[1] * sizes.channels)]
+    if axis == _HEAD_NUMBERS:
+        return [share.heads]
     if axis == _VOCABULARY:
         return [share.vocabulary]
     mine = {_MLP: share.columns, _SHARED: share.shared, _EXPERT: share.expert}[axis.kind]
@@ -349,6 +354,8 @@ def _launch_runs(sizes: Sizes, axis: _Axis, shard: int) -> list[Run]:
         return [deal(each * sizes.channels, sizes.tensor)[shard]]
     if axis == _HEADS:
         return [deal(sizes.heads * sizes.channels, sizes.tensor)[shard]]
+    if axis == _HEAD_NUMBERS:
+        return [deal(sizes.heads, sizes.tensor)[shard]]
     if axis == _VOCABULARY:
         return [deal(sizes.vocabulary, sizes.tensor)[shard]]
     columns = sizes.cut_columns.get(axis.kind, 0)
