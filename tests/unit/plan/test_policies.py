@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.plan.model import Profile, Topology, UnitCost
-from megatron.elastic.plan.policies.base import STOPPED, PolicyOutcome
+from megatron.elastic.plan.policies.base import STOPPED, PolicyOutcome, TableOptions
 from megatron.elastic.plan.policies.elaswave import ElasWave
 from megatron.elastic.plan.policies.mindspeed import MindSpeed
 from megatron.elastic.plan.policies.recycle import ReCycle
@@ -99,6 +99,18 @@ def test_whole_replicas_take_no_notice_of_how_fast_cells_are() -> None:
     topology = damaged(3)
     slow = replace(topology, cells=tuple(replace(c, speed_ppm=500_000 if c.id == 9 else 10**6) for c in topology.cells))
     assert without_damaged(slow, PROFILE) == without_damaged(topology, PROFILE)
+
+
+@pytest.mark.parametrize("name", ["torchft-batch", "mindspeed"])
+def test_whole_replicas_go_on_however_uneven_their_stages_are(name: str) -> None:
+    """They compute as they are, also where another cut would be faster: head and embedding seldom fit an even cut."""
+    costs = [5, 100, 100, 100, 100, 200]
+    uneven = Profile(tuple(UnitCost(cost, 2 * cost, cost, 0, 0, 1, 0) for cost in costs), latency_ns=0)
+    topology = without_cells(regular_topology(4, 2, 6, waves=4), [3])
+    plan = POLICIES[name]().instant(topology, uneven, TableOptions())
+    validate_plan(plan, 6)
+    assert {piece.cell for piece in plan.pieces} == {0, 1, 4, 5, 6, 7} and not plan.skipped
+    assert without_damaged(regular_topology(4, 2, 6, waves=4), uneven).step_ns == 615 + 4 * 1200
 
 
 def test_mindspeed_shrinks_once() -> None:

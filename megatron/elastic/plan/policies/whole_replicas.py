@@ -26,11 +26,10 @@ def without_damaged(topology: Topology, profile: Profile) -> PolicyOutcome:
 
 
 def _shapes(topology: Topology, profile: Profile) -> list[Shape]:
-    wanted = _STILL if damaged_replicas(topology) else replace(_STILL, recut=True)
     even = replace(
         topology, cells=tuple(replace(cell, speed_ppm=1_000_000, nominal_ppm=1_000_000) for cell in topology.cells)
     )
     try:
-        return candidate_shapes(even, profile, wanted)
+        return candidate_shapes(even, profile, _STILL)
     except PlanError:
         return []

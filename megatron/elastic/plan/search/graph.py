@@ -79,6 +79,11 @@ class GraphOptions:
     every_pool: bool = True
     """A larger pool need not beat a smaller one by the closed form: for callers that rank by tables afterwards."""
 
+    @property
+    def cuts(self) -> bool:
+        """True if a whole replica may be cut anew."""
+        return self.alike or self.recut or self.pool
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -147,7 +152,7 @@ class _Search:
             self._sort_in(replica)
 
     def _sort_in(self, replica: Replica) -> None:
-        """A replica is healthy when all its cells live and cutting it anew would gain less than 1%."""
+        """A replica is healthy when all its cells live and cutting it anew would gain less than 1%, or is no option."""
         cells = list(dict.fromkeys(segment.cell for segment in replica.segments))
         living = [cell for cell in cells if cell in self.places]
         if len(living) < len(cells) or not is_whole(replica, self.model.units):
@@ -158,7 +163,8 @@ class _Search:
         if key not in self.as_is:
             now = self._time_as_is(replica, cells)
             better = self.line(cells)
-            self.as_is[key] = now, better is None or now.each * 99 <= better.time.each * 100
+            settled = better is None or now.each * 99 <= better.time.each * 100
+            self.as_is[key] = now, settled or not self.options.cuts
         now, settled = self.as_is[key]
         fits = self._fits_as_is(replica)
         if settled and fits:
@@ -375,7 +381,7 @@ def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions
 def _generate(search: _Search, options: GraphOptions) -> list[Shape]:
     """Shapes of every generator switched on."""
     shapes: list[Shape] = []
-    if options.recut and (lines := search.recut()):
+    if (options.recut or not search.damaged) and (lines := search.recut()):
         shapes.append(search.shape(lines, "recut" if search.damaged else "keep"))
     if options.drop and search.healthy and search.damaged:
         shapes.append(search.dropped())
