@@ -169,6 +169,19 @@ def test_a_save_that_a_loss_made_void_leaves_nothing_in_the_next(tmp_path: Path)
         require_whole(saved / f"iter_{step:07d}")
 
 
+def test_the_checkpoint_before_stays_until_the_next_has_its_name(tmp_path: Path) -> None:
+    """With --save-retain-interval it is removed afterwards; a job that ends in between can go on from it."""
+    saved = tmp_path / "saved"
+    flags = ("--save", str(saved), "--save-interval", "2", "--save-retain-interval", "100")
+    fault = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", f"kill:step={CUT},point=save_whole")
+    cut = elastic_job(tmp_path / "events", 1, 1, 1, STEPS, *QUIET, *flags, *fault)
+    assert cut.code == 4, cut.output[-4000:]
+    assert tracked(saved) == FIRST and complete(saved) == [FIRST]
+    whole = elastic_job(tmp_path / "again", 1, 1, 1, STEPS, *QUIET, *flags, "--load", str(saved))
+    assert whole.code == 0 and min(whole.committed) == FIRST + 1, whole.output[-4000:]
+    assert tracked(saved) == STEPS and complete(saved) == [STEPS] and len(list(saved.iterdir())) == 2
+
+
 @pytest.mark.slow
 def test_a_loss_while_ranks_tell_how_long_a_save_took_costs_no_step(tmp_path: Path, whole: dict[int, float]) -> None:
     """Megatron gathers that beside the save: whoever waited in it for the dead ended the job."""

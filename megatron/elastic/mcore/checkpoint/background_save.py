@@ -45,6 +45,7 @@ from megatron.elastic.engine.transaction.save import StateStream, Want
 from megatron.elastic.mcore.checkpoint.absent_parts import duties
 from megatron.elastic.mcore.checkpoint.completeness import require_whole
 from megatron.elastic.mcore.checkpoint.content import Content, strategy_for
+from megatron.elastic.mcore.checkpoint.retention import discard, nothing_removed
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint.writing import write_file
 from megatron.elastic.state.manifest import MANIFEST, FileHash, Manifest, files_below, hash_of
@@ -118,14 +119,14 @@ class Folders:
         """Return the name of a checkpoint once it is complete."""
         return path.removesuffix(self._partial(""))
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> int:
         """Complete a written checkpoint: add the manifest, rename the folder, then replace the tracker.
 
-        On the rank that writes the tracker. ``manifest`` has the files of all writers. Raises ``OSError`` if one of
-        them is missing or of another length.
+        On the rank that writes the tracker. ``manifest`` has the files of all writers. Returns the step that the
+        tracker named before; 0 if it named none. Raises ``OSError`` if a file is missing or of another length.
         """
         if self._final is None or self._tracker is None:
-            return
+            return 0
         _complete(Path(self._partial(self._final)), manifest)
         step = int("".join(filter(str.isdigit, os.path.basename(self._final))) or -1)
         self._reach("save_whole", step)
@@ -135,9 +136,11 @@ class Folders:
         with open(self._new(self._tracker), "rb") as file:
             os.fsync(file.fileno())
         self._fence()
+        before = _step_in(self._tracker)
         os.replace(self._new(self._tracker), self._tracker)
         self._final = None
         self._reach("save_tracked", step)
+        return before
 
     def is_written(self) -> bool:
         """Return whether Megatron has written the tracker of the save under way."""
@@ -157,6 +160,15 @@ class Folders:
                 elif name.startswith(_TRACKER) and name.endswith(_NEW):
                     with suppress(FileNotFoundError):
                         os.remove(os.path.join(save, name))
+
+
+def _step_in(tracker: str) -> int:
+    """Return the step that a tracker names; 0 if there is no tracker, or it names a release."""
+    try:
+        named = Path(tracker).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return 0
+    return int(named) if named.isdecimal() else 0
 
 
 def _complete(folder: Path, manifest: Manifest) -> None:
@@ -421,7 +433,7 @@ class BackgroundSave:
         mine = SavedContents(layout_digest(engine.views.layouts), write.stream.contents)
         contents = _all_contents(engine.tools.fabric, mine)
         if write.request is not None:
-            self._name(write.request, self._manifest(write, files, contents))
+            self._name(write, self._manifest(write, files, contents))
         # All ranks wait until it is renamed: if the rank that renames it is lost, the save is begun again.
         dist.barrier(group=engine.tools.fabric.world)
         return "done"
@@ -430,15 +442,15 @@ class BackgroundSave:
         incarnation = self._engine.agreement.membership.incarnation
         return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files, contents)
 
-    def _name(self, request: Any, manifest: Manifest) -> None:
+    def _name(self, write: _Write, manifest: Manifest) -> None:
         """Have Megatron write the metadata of the files, then complete the checkpoint."""
         engine = self._engine
         with without_holes(engine.tools.fabric, engine.views.launch_topology.slots):
-            for finalize in request.finalize_fns:
-                with _writing(self._args.save):
+            for finalize in write.request.finalize_fns:
+                with _writing(self._args.save), nothing_removed(self._args):
                     finalize()
                 if dist.get_rank() == 0 and self._folders.is_written():
-                    self._folders.commit(manifest)
+                    discard(self._args, self._folders.commit(manifest), write.record.version)
 
     def _give_up(self) -> None:
         """Remove the files of a failed save, which may fill the disk, once no rank writes there."""
