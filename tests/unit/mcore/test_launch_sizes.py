@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.timers import Timer
-from megatron.training import checkpointing, training
+from megatron.training import checkpointing, training, utils
 
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
@@ -97,3 +97,13 @@ def test_the_date_is_printed_in_megatrons_words_without_a_barrier(
     assert not barriers
     original("after model is built", 86400.5)
     assert ours == capsys.readouterr().out and barriers
+
+
+@pytest.mark.parametrize("value", [0.25, None])
+def test_a_logged_value_that_every_rank_has_is_reduced_over_none(
+    monkeypatch: pytest.MonkeyPatch, value: float | None
+) -> None:
+    """A loss would interrupt it beside the step, on every rank that is there."""
+    name = "reduce_max_stat_across_model_parallel_group"
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
+    assert REPLACED[f"megatron.training.utils.{name}"](getattr(utils, name))(value) == value

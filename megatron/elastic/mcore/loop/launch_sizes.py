@@ -1,7 +1,7 @@
-"""Patches that keep the launch's sizes in Megatron's loop, and omit barriers that could wait for lost ranks.
+"""Patches that keep the launch's sizes in Megatron's loop, and omit collectives that could wait for lost ranks.
 
 Sizes, ranks and the names of random states stay those of the launch when groups change.
-Barriers that only align clocks are omitted.
+Barriers that only align clocks are omitted, and reductions of values that every rank has.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def rows() -> tuple[Row, ...]:
             _launch_rng_state,
         ),
         ("megatron.training.training.print_datetime", aligns, _without_barrier),
+        (
+            "megatron.training.utils.reduce_max_stat_across_model_parallel_group",
+            "every rank has the value; a collective between steps would end the rank when another is lost",
+            _known,
+        ),
         (timer + "start", aligns + "; a repeated phase may start twice", _starts_once),
         (timer + "stop", aligns + "; a repeated phase may stop twice", _stops_once),
     )
@@ -58,6 +63,15 @@ def _launch_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
             ),
         }
         return original(**{**call, **{name: group for name, group in groups.items() if name in call}})
+
+    return replacement
+
+
+def _known(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> float | None:
+        stat: float | None = bound(original, args, kwargs)["stat"]
+        return stat
 
     return replacement
 
