@@ -16,23 +16,29 @@ LAST = 1
 """Megatron's writer is on the last rank."""
 
 
-def logged(folder: Path) -> dict[int, float]:
-    """Step → training loss over all event files of the run."""
+def logged(folder: Path, name: str = "lm loss") -> dict[int, float]:
+    """Step → training loss, or another value, over all event files of the run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found: dict[int, float] = {}
     for path in sorted(folder.glob("events.out.tfevents.*")):
         log = EventAccumulator(str(path))
         log.Reload()
-        if "lm loss" in log.Tags()["scalars"]:
-            steps = {event.step: event.value for event in log.Scalars("lm loss")}
+        if name in log.Tags()["scalars"]:
+            steps = {event.step: event.value for event in log.Scalars(name)}
             assert not set(steps) & set(found), "two ranks have logged the same step"
             found |= steps
     return found
 
 
-def run(folder: Path, *flags: str, steps: int = STEPS, environment: dict[str, str] | None = None) -> JobResult:
-    fault = f"kill:rank={LAST},step=4,point=mid_forward"
+def run(
+    folder: Path,
+    *flags: str,
+    steps: int = STEPS,
+    environment: dict[str, str] | None = None,
+    at: str = "step=4,point=mid_forward",
+) -> JobResult:
+    fault = f"kill:rank={LAST},{at}"
     result = elastic_job(
         folder / "events",
         2,
@@ -58,6 +64,21 @@ def test_the_log_goes_on_without_the_last_rank(tmp_path: Path) -> None:
     found = logged(tmp_path / "log")
     assert set(found) == set(range(1, STEPS + 1)), "no step is missing, those of the lost rank are there too"
     assert all(abs(found[step] - loss) < 1e-4 * loss for step, loss in result.committed.items() if step > 2)
+
+
+def test_no_validation_is_missing_when_the_last_rank_dies_in_one(tmp_path: Path) -> None:
+    """That of step 2 is in the lost rank's file, that of step 4 is logged by the other rank."""
+    evaluated = ("--eval-interval", "2", "--eval-iters", "2")
+    result = run(tmp_path, "--no-elastic-respawn", *evaluated, at="step=4,point=in_evaluate,nth=2")
+    found = logged(tmp_path / "log", "lm loss validation")
+    assert set(result.validation) == {2, 4, 6, 8} <= set(found)
+    assert all(abs(found[step] - loss) < 1e-4 * loss for step, loss in result.validation.items() if step < STEPS)
+
+
+def test_no_step_is_missing_that_was_logged_to_tensorboard_alone(tmp_path: Path) -> None:
+    result = run(tmp_path, "--no-elastic-respawn", "--log-interval", "100")
+    assert set(result.losses) <= {1}
+    assert set(logged(tmp_path / "log")) == set(range(1, STEPS + 1))
 
 
 def calls(folder: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:

@@ -27,6 +27,7 @@ __all__ = [
     "batch_size",
     "batches_of",
     "count_evaluated",
+    "each_of",
     "test_set",
     "told_of",
     "validation_sets",
@@ -88,6 +89,11 @@ def validation_sets(datasets: Any, args: Any, grid: Grid, before: Callable[[], i
         for one in each
     )
     return sets if args.multiple_validation_sets else sets[0]
+
+
+def each_of(evaluated: Evaluated) -> tuple[EvaluatedSet, ...]:
+    """Return the sets of an evaluation, in Megatron's order."""
+    return evaluated if isinstance(evaluated, tuple) else (evaluated,)
 
 
 def batches_of(evaluated: Evaluated) -> int | list[int]:

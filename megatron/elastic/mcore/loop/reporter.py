@@ -6,8 +6,9 @@ further event file in the same folder, for W&B the same run resumed (``wandb.ini
 ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
 that is started again opens no run before it is admitted. Beside Megatron's own values the
 rank logs the figures of the run that its agent tells: losses, recoveries, lost time, goodput,
-protection. TensorBoard gets no points of them that a straight line has anyway. TensorBoard's lines are flushed, so
-the lines of a lost rank are in its file; wandb's own process sends its queued lines.
+protection. TensorBoard gets no points of them that a straight line has anyway. TensorBoard's lines are flushed
+after each step and each evaluation, so the lines of a lost rank are in its file; wandb's own process sends its
+queued lines.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
-from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, told_of
+from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, each_of, told_of
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
 from megatron.elastic.mcore.model import delayed_scales, vocabulary_range
@@ -47,6 +47,8 @@ class TrainingLoop:
         self._checkpoints = self._setup.checkpoints
         self._shutdown = Shutdown(self._setup, config.respawn)
         self._came_later = False
+        self._evaluated: list[tuple[Any, None, bool]] = []
+        """Results of sets that Megatron's function asks for next, in its order."""
         self._begun = False
 
     @property
@@ -186,24 +188,37 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            settings = get_args()
-            reading: EvaluatedSet = _of_chunks(call["data_iterator"])
-            self._begin(call["forward_step_func"], reading.source)
-            size, first = batch_size(settings), reading.first()
-            addresses = [StepAddress(first + number * size, size) for number in range(reading.batches)]
-            sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)
-            settings.consumed_valid_samples += len(addresses) * size
-            return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
+            if self._evaluated:
+                return self._evaluated.pop(0)
+            return self._results(call["forward_step_func"], _of_chunks(call["data_iterator"]))
 
         return replacement
+
+    def _results(self, forward_step: ForwardStep, reading: EvaluatedSet) -> tuple[Any, None, bool]:
+        """Evaluate a set; return what Megatron's ``evaluate`` does."""
+        settings = get_args()
+        self._begin(forward_step, reading.source)
+        size, first = batch_size(settings), reading.first()
+        addresses = [StepAddress(first + number * size, size) for number in range(reading.batches)]
+        sums = self._engine.evaluate(forward_step, reading.source, addresses)
+        settings.consumed_valid_samples += len(addresses) * size
+        return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
 
     def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             call["data_iterator"] = sets = _of_chunks(call["data_iterator"])
-            with told_of(get_args(), sets):
-                return original(**call)
+            # All sets are evaluated before Megatron's function looks for this rank's writers: a loss may change these.
+            found = [self._results(call["forward_step_func"], one) for one in each_of(sets)]
+
+            def body() -> None:
+                self._evaluated = list(found)
+                with told_of(get_args(), sets):
+                    original(**call)
+                self._setup.reporter.flush()
+
+            self._engine.fenced(body, reads_parameters=False)
 
         return replacement
 
@@ -218,6 +233,7 @@ class TrainingLoop:
             if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
                 result = original(**call)
                 self._setup.reporter.log(figures, call["iteration"])
+                self._setup.reporter.flush()
                 return result
             totals = call["total_loss_dict"]
             before = copy.deepcopy(totals)
