@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,3 +110,34 @@ def test_a_logged_value_that_every_rank_has_is_reduced_over_none(
     name = "reduce_max_stat_across_model_parallel_group"
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
     assert REPLACED[f"megatron.training.utils.{name}"](getattr(utils, name))(value) == value
+
+
+def test_a_line_of_progress_waits_for_no_rank_and_costs_no_rank(
+    launched: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched.setattr(dist, "barrier", lambda *_: pytest.fail("a collective"))
+    settings = SimpleNamespace(save=str(tmp_path / "saved"), world_size=2)
+    launched.setattr(utils, "get_args", lambda: settings)
+    launched.setattr(launch_sizes, "get_args", lambda: settings)
+    append = REPLACED["megatron.training.utils.append_to_progress_log"](utils.append_to_progress_log)
+    for rank in (1, 0):
+        launched.setattr(dist, "get_rank", lambda rank=rank: rank)
+        append("Starting job")
+    assert (tmp_path / "saved" / "progress.txt").read_text().count("Starting job") == 1
+    shutil.rmtree(tmp_path / "saved")
+    (tmp_path / "saved").write_text("in the way")
+    append("Saved checkpoint")
+    assert "--log-progress: a line could not be written" in capsys.readouterr().out
+
+
+def test_the_rank_that_writes_progress_is_the_only_one_that_reads_it(
+    launched: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(iteration: int) -> None:
+        raise FileNotFoundError(f"no progress.txt at {iteration}")
+
+    appends = REPLACED["megatron.training.training.compute_throughputs_and_append_to_progress_log"](gone)
+    for rank, told in ((1, ""), (0, "no progress.txt at 2")):
+        launched.setattr(dist, "get_rank", lambda rank=rank: rank)
+        appends(2)
+        assert told in capsys.readouterr().out

@@ -7,12 +7,15 @@ Barriers that only align clocks are omitted, and reductions of values that every
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.training import training
+from megatron.training import get_args, training
 
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.mcore.patching.patches import Row, bound
@@ -34,6 +37,12 @@ def rows() -> tuple[Row, ...]:
             "megatron.training.utils.reduce_max_stat_across_model_parallel_group",
             "every rank has the value; a collective between steps would end the rank when another is lost",
             _known,
+        ),
+        ("megatron.training.utils.append_to_progress_log", aligns, _to_progress_log),
+        (
+            "megatron.training.training.compute_throughputs_and_append_to_progress_log",
+            "the rank that writes the file is the only one that reads it, so no barrier is needed",
+            _on_rank_0,
         ),
         (timer + "start", aligns + "; a repeated phase may start twice", _starts_once),
         (timer + "stop", aligns + "; a repeated phase may stop twice", _stops_once),
@@ -74,6 +83,41 @@ def _known(original: Callable[..., Any]) -> Callable[..., Any]:
         return stat
 
     return replacement
+
+
+def _to_progress_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Append to the file of --log-progress, in a folder that is made, without a barrier."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        call = bound(original, args, kwargs)
+        with _no_progress_named():
+            if dist.get_rank() == 0 and get_args().save is not None:
+                os.makedirs(get_args().save, exist_ok=True)
+            original(**{**call, "barrier": False})
+
+    return replacement
+
+
+def _on_rank_0(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have only the rank that appends to the file of --log-progress read it: no other rank finds half a line."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        with _no_progress_named():
+            if dist.get_rank() == 0:
+                original(*args, **kwargs)
+
+    return replacement
+
+
+@contextmanager
+def _no_progress_named() -> Iterator[None]:
+    """Print a line if the file of --log-progress cannot be read or written, and go on."""
+    try:
+        yield
+    except OSError as error:
+        print(f"--log-progress: a line could not be written: {error}; training goes on (--save)", flush=True)
 
 
 def _without_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
