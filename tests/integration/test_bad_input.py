@@ -378,6 +378,10 @@ def test_elastic_check_reads_the_faults_to_inject_and_the_schedule_of_rates(tmp_
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and len(errors) == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert "--lr-warmup-iters 9999 must be less than" in errors[0] and "typo" in errors[1]
+    absent = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=99,step=2")
+    done = checked(tmp_path, *absent, "--global-batch-size", "8")
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "rank=99 is not in this job: name ranks from 0 to 7" in error
 
 
 def newer(folder: Path) -> Path:

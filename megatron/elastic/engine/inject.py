@@ -313,12 +313,16 @@ def _parse_one(text: str) -> Fault:
     return fault
 
 
-def parse(text: str | None) -> tuple[Fault, ...]:
+def parse(text: str | None, ranks: int | None = None) -> tuple[Fault, ...]:
     """Return the faults of an ``--elastic-inject`` script; none for ``None`` or an empty one.
 
-    Raises ``ConfigError``, one line that names the flag.
+    Raises ``ConfigError``, one line that names the flag, also for a rank that a job of ``ranks`` ranks never has.
     """
-    return tuple(_parse_one(part.strip()) for part in (text or "").split(";") if part.strip())
+    faults = tuple(_parse_one(part.strip()) for part in (text or "").split(";") if part.strip())
+    absent = [rank for fault in faults for rank in fault.ranks if ranks is not None and rank >= ranks]
+    if ranks is not None and absent:
+        raise _refuse(f"rank={min(absent)} is not in this job: name ranks from 0 to {ranks - 1}")
+    return faults
 
 
 class Effects:

@@ -63,6 +63,13 @@ def test_a_bad_script_is_one_line_that_names_the_flag(script, says):
     assert text.startswith("--elastic-inject: ") and says in text and "\n" not in text
 
 
+def test_a_rank_that_a_job_never_has_is_refused():
+    (kill, slow) = parse("kill:rank=3;slow:factor=2", ranks=4)
+    assert (kill.ranks, slow.ranks) == ({3}, frozenset())
+    with pytest.raises(ConfigError, match=r"--elastic-inject: rank=4 is not in this job: name ranks from 0 to 3$"):
+        parse("kill:rank=3;stop:rank=0|9|4,step=2", ranks=4)
+
+
 @given(st.text(max_size=60))
 def test_any_text_is_a_script_or_a_refusal(text):
     try:

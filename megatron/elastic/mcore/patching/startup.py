@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control import env
 from megatron.elastic.engine.inject import parse as parse_faults
 from megatron.elastic.mcore.args import arguments, combinations, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
@@ -210,7 +211,7 @@ class Startup:
                 ):
                     result = original(**call)
             with faults.collecting():
-                parse_faults(config.inject)
+                parse_faults(config.inject, int(os.environ.get(env.SLOTS, parsed.world_size)))
             for check in (preflight.check_data, preflight.check_shared_memory):
                 with faults.collecting():
                     check(parsed)
