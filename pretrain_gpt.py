@@ -221,8 +221,7 @@ def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> 
     """Return train, validation and test datasets of at least ``sample_counts`` samples each."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    if not args.sft:  # a tokenizer makes those of conversations when they are read
-        check_tokens(args, args.padded_vocab_size)
+    check_tokens(args, args.padded_vocab_size)
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args))
     train, valid, test = builder.build()

@@ -74,6 +74,11 @@ CASES = (
     Case("all-at-once", 2, "--mock-data --elastic --elastic-mirrors -1 --data-parallel-random-init "
          "--num-attention-heads 3 --tensor-model-parallel-size 2 --load {tracked} --save {good}.bin --no-such-flag",
          ("--num-attention-heads 3",), more=6),
+    Case("no-tokenizer", 2, "--mock-data --tokenizer-type TikTokenizer --tokenizer-model no/such.json",
+         ("--tokenizer-type TikTokenizer --tokenizer-model no/such.json: the tokenizer cannot be loaded",)),
+    Case("no-tokenizer-model", 1, "--mock-data --tokenizer-type SentencePieceTokenizer", ("needs --tokenizer-model",)),
+    Case("other-tokenizer", 1, "--mock-data --tokenizer-type SentencePieceTokenizer --tokenizer-model {good}.bin",
+         ("--tokenizer-model {good}.bin: the tokenizer cannot be loaded (RuntimeError: ",)),
     Case("megatrons-own-check", 1, "--mock-data --weight-decay-incr-style linear",
          ("args.start_weight_decay is not None",)),
 )
@@ -93,6 +98,7 @@ def datasets(folder: Path) -> dict[str, Path]:
     """Name → prefix of a data set: a good one and what can become of it."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+    folder.mkdir(exist_ok=True)
     found = {name: folder / name for name in ("good", "damaged", "cut", "torn", "foreign")}
     found["damaged"].with_suffix(".bin").write_bytes(b"\0" * 64)
     found["damaged"].with_suffix(".idx").write_bytes(b"something else, long enough to hold a header")
@@ -332,7 +338,7 @@ def checked(folder: Path, *flags: str, secret: str = "5e" * 16) -> subprocess.Co
             "127.0.0.1",
             str(ROOT / "pretrain_gpt.py"),
             *GOOD,
-            "--mock-data",
+            *([] if "--data-path" in flags else ["--mock-data"]),
             "--elastic",
             "--elastic-check",
             "--elastic-event-log",
@@ -382,6 +388,29 @@ def test_elastic_check_reads_the_faults_to_inject_and_the_schedule_of_rates(tmp_
     done = checked(tmp_path, *absent, "--global-batch-size", "8")
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "rank=99 is not in this job: name ranks from 0 to 7" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--tokenizer-type TikTokenizer --tokenizer-model no/such.json",
+            "--tokenizer-model no/such.json: the tokenizer cannot be loaded",
+        ),
+        ("--data-path {foreign} --split 1,0,0", "token 60000 (number 3 of "),
+        ("--elastic-health disk={foreign}", "this node is not fit (--elastic-health): disk: "),
+    ],
+)
+def test_elastic_check_loads_the_tokenizer_reads_tokens_and_examines_the_node(
+    tmp_path: Path, flags: str, said: str
+) -> None:
+    data = {name: str(path) for name, path in datasets(tmp_path / "data").items()}
+    (tmp_path / "job").mkdir()
+    done = checked(tmp_path / "job", "--global-batch-size", "8", *shlex.split(flags.format(**data)))
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and said in error, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "nothing is refused" not in done.stdout
+    assert not list((tmp_path / "job").iterdir())
 
 
 def newer(folder: Path) -> Path:

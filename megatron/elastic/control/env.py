@@ -20,6 +20,7 @@ __all__ = [
     "NEWCOMER",
     "NODE",
     "POSITION",
+    "REFUSED",
     "RUN_ID",
     "SCRATCH",
     "SECRET",
@@ -51,6 +52,9 @@ ETCD_PASSWORD: Final = "MEGATRON_ELASTIC_ETCD_PASSWORD"
 
 WEBHOOK: Final = "MEGATRON_ELASTIC_WEBHOOK"
 """The URL of ``--elastic-webhook``, which may hold a token; read by the launcher, and not passed on to its workers."""
+
+REFUSED: Final = "MEGATRON_ELASTIC_REFUSED"
+"""1 in an ``--elastic-check`` of a job that the launcher would refuse; it prints why when the script has ended."""
 
 STORE: Final = "MEGATRON_ELASTIC_STORE"
 """``HOST:PORT`` of the embedded store, for communicators that meet through it; empty with etcd."""

@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.arguments import JobSpec
+from megatron.elastic.launch.agent.node_conditions import refuse_unfit
+from megatron.elastic.launch.arguments import BadCommand, JobSpec
 from megatron.elastic.launch.workers.worker import run_script
 from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
@@ -21,13 +23,23 @@ __all__ = ["check"]
 
 def check(job: JobSpec) -> int:
     """Run the script as rank 0 of ``job`` would; returns its exit status, 1 where the launcher refuses the job."""
-    code = _run(job)
-    if job.refused:
-        print(f"error: {job.refused}", file=sys.stderr, flush=True)
-    return code or int(bool(job.refused))
+    refusals = [text for text in (job.refused, _unfit(job)) if text]
+    code = _run(job, refused=bool(refusals))
+    for text in refusals:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return code or int(bool(refusals))
 
 
-def _run(job: JobSpec) -> int:
+def _unfit(job: JobSpec) -> str:
+    """Return why this machine would be refused as a node of the job; empty if it would not."""
+    try:
+        refuse_unfit(job.settings)
+    except (BadCommand, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+def _run(job: JobSpec, refused: bool) -> int:
     nominal = job.least * job.workers - job.settings.spares
     environ = {
         "RANK": "0",
@@ -41,6 +53,7 @@ def _run(job: JobSpec) -> int:
         env.SLOTS: str(job.nodes * job.workers),
         env.INCARNATION: "0",
         env.NODE: "0",
+        env.REFUSED: str(int(refused)),
     }
     if job.kind == "program":
         return subprocess.run([job.target, *job.arguments], env={**os.environ, **environ}, check=False).returncode

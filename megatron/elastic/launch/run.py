@@ -11,7 +11,7 @@ from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.launch.agent.agent import Agent
 from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.node_conditions import finding_at_start
+from megatron.elastic.launch.agent.node_conditions import refuse_unfit
 from megatron.elastic.launch.agent.rendezvous import meet
 from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec, parse
@@ -42,9 +42,7 @@ def run(argv: list[str], signals: EarlySignals, threads_given: bool) -> int:
         if job.check:
             signals.release()
             return check(job)
-        unfit = finding_at_start(job.settings)
-        if unfit:
-            raise BadCommand(f"this node is not fit (--elastic-health): {unfit}; mend it, or leave that check out")
+        refuse_unfit(job.settings)
         # First of all: a fork also copies whatever else is open.
         zygote = _start_zygote(job, threads_given)
         signals.kill = zygote.kill

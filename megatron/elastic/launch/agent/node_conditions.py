@@ -15,13 +15,21 @@ from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.health import Check, HealthThread, checks_of, examine
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.notices import NodeDrain, NoticeThread, source_of
+from megatron.elastic.launch.arguments import BadCommand
 
-__all__ = ["NodeConditions", "finding_at_start"]
+__all__ = ["NodeConditions", "finding_at_start", "refuse_unfit"]
 
 
 def finding_at_start(settings: ElasticConfig) -> str:
     """Return what the hardware checks find on this node now; empty: nothing. Raises ``ConfigError``."""
     return examine(_checks(settings))
+
+
+def refuse_unfit(settings: ElasticConfig) -> None:
+    """Raise :class:`BadCommand` if the hardware checks find something on this node now, or ``ConfigError``."""
+    unfit = finding_at_start(settings)
+    if unfit:
+        raise BadCommand(f"this node is not fit (--elastic-health): {unfit}; mend it, or leave that check out")
 
 
 def _checks(settings: ElasticConfig) -> tuple[Check, ...]:

@@ -28,6 +28,7 @@ from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, tra
 from megatron.elastic.mcore.args.moments import take_over_moments
 from megatron.elastic.mcore.args.muon import snapshot_line
 from megatron.elastic.mcore.args.overlap import take_over_overlap
+from megatron.elastic.mcore.args.tokenizer import load_tokenizer, tokenizer_named
 from megatron.elastic.mcore.checkpoint import save_queue
 from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, packed_sequences, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
@@ -81,6 +82,12 @@ class Startup:
                 "megatron.training.arguments.validate_args",
                 "support matrix, substitutions and data checks before Megatron's own checks",
                 self._make_validate,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.tokenizers.utils.build_tokenizer.build_tokenizer",
+                "a tokenizer that cannot be loaded is one line that names the flag, not a traceback",
+                _make_tokenizer,
                 group="platform",
             ),
             Patch(
@@ -217,9 +224,14 @@ class Startup:
                     check(parsed)
             with faults.collecting():
                 folders.check_folders(parsed)
+            if config.check and not faults:  # in a start Megatron loads it next, and the script reads the data
+                with faults.collecting():
+                    load_tokenizer(parsed)
+                    preflight.check_tokens(parsed, parsed.padded_vocab_size)
             faults.raise_if_any()
             if config.check:
-                _say("--elastic-check: nothing is refused, the job would start; nothing was trained or written", parsed)
+                passed = "--elastic-check: nothing is refused, the job would start; nothing was trained or written"
+                _say("" if os.environ.get(env.REFUSED) == "1" else passed, parsed)  # else the launcher prints why
                 raise SystemExit(0)
             return result
 
@@ -313,6 +325,15 @@ def _make_help_texts(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs) if asked else {}
 
     return _get_field_docstrings
+
+
+def _make_tokenizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_tokenizer(*args: Any, **kwargs: Any) -> Any:
+        with tokenizer_named(bound(original, args, kwargs)["args"]):
+            return original(*args, **kwargs)
+
+    return build_tokenizer
 
 
 def _make_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
