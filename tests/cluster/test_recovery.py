@@ -92,6 +92,14 @@ def test_copies_that_receive_the_result(point: str) -> None:
     check(cluster)
 
 
+@pytest.mark.parametrize("seed", [3, 6, 14])
+def test_copies_that_came_with_the_gradients_of_a_step_are_brought_to_it_in_state_mode(seed: int) -> None:
+    """Rank 1 is back, its copies came over streams, and rank 2 dies before it sends stepped blocks."""
+    lost = "kill:rank=1,step=2,point=before_reduce kill:rank=2,point=in_migration_switch"
+    late = "delay:point=after_reduce,seconds=0.05,count=0"
+    check(run(f"dp3 steps=5 seed={seed} back=0.05 evaluate=0 snapshot=state mirrors=2 {lost} {late}"))
+
+
 @pytest.mark.parametrize("point", ["mid_backward", "after_vote", "mid_gather"])
 @pytest.mark.parametrize("layout", ["tp2pp2dp1", "pp3dp1"])
 @pytest.mark.parametrize("snapshot", ["gradient", "state"])

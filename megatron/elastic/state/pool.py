@@ -310,14 +310,15 @@ class StatePool:
             copy.release(gradient)
 
     def revert(self, record: StepRecord) -> None:
-        """Bring every copy back to ``record``'s version, at most one step; discard later records. ``state`` mode only.
+        """Bring copies beyond ``record``'s version back to it, at most one step. ``state`` mode only.
 
-        ``record`` replaces the held record of that version.
+        ``record`` replaces the held record of that version; later ones are discarded. A copy at an earlier version
+        stays there: it retains the gradient of the step between, or its owner sends the stepped block.
         """
         version = record.version
         for key in self:
             copy = self.get(key)
-            if copy.version == version:
+            if TORN < copy.version <= version:
                 continue
             if copy.previous is None or copy.previous[0] != version:
                 raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot go back to {version}")

@@ -73,6 +73,25 @@ def test_an_owner_lost_before_it_shipped_costs_the_last_step_but_never_mixes_ver
     assert pools[1].holdings().newest == pools[1].holdings().oldest == 1
 
 
+def test_a_rank_without_mirrors_that_missed_the_update_goes_forward():
+    """Its copies have the gradients of the step, so it reaches the version of the rank that is ahead."""
+    record = StepRecord.initial(HYPER)
+    pools = {rank: StatePool(rank, {(0, 0): LAYOUT}, HYPER, snapshot="state") for rank in OWNED}
+    for rank, pool in pools.items():
+        pool.start(record)
+        pool.put(OWNED[rank], torch.ones(pool.block(OWNED[rank]).numel), 0)
+        pool.retain(OWNED[rank], GradientKey(0, 1), torch.ones(pool.block(OWNED[rank]).numel))
+    after = advance(record, Vote(GradientKey(0, 1), [1.0], False, 1.0, 1.0, 4, rates=RATES), HYPER)
+    pools[0].apply(after, [A])
+    result = resolve({rank: pool.holdings() for rank, pool in pools.items()}, {A: (0,), B: (1,)}, lambda _: 4, None)
+    assert (result.kind, result.version, result.stale) == ("roll_forward", 1, ())
+    for rank, pool in pools.items():
+        pool.revert(after)
+        pool.discard(None, 1)
+        pool.apply(after, [OWNED[rank]])
+        assert pool.holdings().newest == pool.holdings().oldest == 1
+
+
 def test_two_versions_back_is_refused_and_so_is_adopting_in_gradient_mode():
     pools, record = pair()
     record = step_owned(pools, record)
