@@ -100,6 +100,17 @@ def test_copies_that_came_with_the_gradients_of_a_step_are_brought_to_it_in_stat
     check(run(f"dp3 steps=5 seed={seed} back=0.05 evaluate=0 snapshot=state mirrors=2 {lost} {late}"))
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_second_loss_finds_only_some_ranks_back_at_the_version_before_in_state_mode(seed: int) -> None:
+    """The vote that is undone had named another placement. Rank 0 has taken it over, rank 1 has yet to."""
+    first = "kill:rank=4,step=1,point=after_ship kill:rank=3,point=in_migration_switch"
+    later = "delay:rank=2,step=2|3|4|5,point=in_recovery_edit,seconds=0.1"
+    second = "kill:rank=2,step=2|3|4|5,point=in_recovery_promote"
+    late = "delay:rank=1,step=2|3|4|5,point=in_recovery_decide,count=0,seconds=0.2"
+    settings = "back=never evaluate=0 migrate_after=-1 mirrors=4 snapshot=state"
+    check(run(f"dp5 steps=6 seed={seed} {settings} {first} {later} {second} {late}"))
+
+
 @pytest.mark.parametrize("point", ["mid_backward", "after_vote", "mid_gather"])
 @pytest.mark.parametrize("layout", ["tp2pp2dp1", "pp3dp1"])
 @pytest.mark.parametrize("snapshot", ["gradient", "state"])

@@ -165,7 +165,10 @@ def _records(reports: Iterable[Holdings]) -> dict[int, StepRecord]:
     records: dict[int, StepRecord] = {}
     for held in reports:
         for record in held.records:
-            if records.setdefault(record.version, record) != record:
+            known = records.setdefault(record.version, record)
+            if known.undone < record.undone:
+                records[record.version] = record
+            elif known.undone == record.undone and known != record:
                 raise ValueError(f"two different records of version {record.version} (rank {held.rank})")
     return records
 

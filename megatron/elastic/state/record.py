@@ -196,6 +196,9 @@ class StepRecord:
     placement: str = ""
     """Digest of the configuration that the vote named. It decides which of two is in force when a generation ends
     between a change of configuration and its first vote (``transfer``)."""
+    undone: int = 0
+    """Number of times that a later record was undone and its :attr:`placement` taken over (``state`` mode). Of two
+    records of one version the one with the larger number holds: some ranks may have yet to take it over."""
 
     agreed: Agreed = Agreed()
     """In the record because a rank that missed the vote and rolled forward must act like the others."""
@@ -234,6 +237,12 @@ class StepRecord:
             fp8_scales="" if hyper.scaling is None else hyper.scaling.start,
         )
 
+    def in_place_of(self, placement: str) -> StepRecord:
+        """Return the record to go on from after a later one, which names ``placement``, was undone."""
+        if placement == self.placement:
+            return self
+        return replace(self, placement=placement, undone=self.undone + 1)
+
     def at_adam_step(self, step: int, hyper: Hyper) -> StepRecord:
         """Return the record with Adam's counter at ``step``, for the load of a checkpoint.
 
@@ -251,6 +260,11 @@ class StepRecord:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Its place among the records of a job: the largest one is the newest."""
+        return self.version, self.undone
 
     @property
     def digest(self) -> str:
@@ -376,6 +390,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         plan_hash=vote.plan_hash,
         gradient=vote.gradient,
         placement=vote.placement or previous.placement,
+        undone=previous.undone,
         agreed=vote.agreed,
         loss_scale=scale,
         growth_tracker=growth,

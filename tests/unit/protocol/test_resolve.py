@@ -168,6 +168,16 @@ def test_a_vote_is_taken_again_only_with_every_rank_that_was_ready_for_it():
     assert decide(ready, behind).kind == "rerun", "it has the gradients, and has not come to the vote"
 
 
+def test_of_two_records_of_one_version_the_one_after_an_undone_step_holds():
+    """``state`` mode: rank 0 is back at version 4 under the placement of the undone step, rank 1 has yet to go back."""
+    before, undone = replace(record(4), placement="old"), replace(record(5), placement="new")
+    after = before.in_place_of("new")
+    for reports in ([after], [before, undone]), ([before, undone], [after]):
+        result = decide(*(held(rank, 4, records=tuple(records)) for rank, records in enumerate(reports)))
+        assert (result.kind, result.record) == ("rerun", after)
+    assert after.in_place_of("new") is after and after.age > before.age
+
+
 def test_two_different_records_of_one_version_are_an_error():
     with pytest.raises(ValueError, match="two different records of version 5"):
         decide(held(0, 5, records=(record(5, 1),)), held(1, 5, records=(record(5, 2),)))

@@ -55,7 +55,7 @@ class History:
 
     def in_force(self, records: Collection[StepRecord]) -> Configuration:
         """Return the configuration that the newest of ``records`` names. Raises ``RuntimeError`` if it is unknown."""
-        newest = max(records, key=lambda record: record.version)
+        newest = max(records, key=lambda record: record.age)
         configuration = self._known.get(newest.placement)
         if configuration is None:
             raise RuntimeError(

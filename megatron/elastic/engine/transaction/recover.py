@@ -13,7 +13,6 @@ nothing without a vote.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -157,7 +156,7 @@ class Recovery:
         prune(pool, at.view.placement, *([outcome.named.placement] if revote else []))
         if pool.snapshot == "state":
             # Possibly one step back; the configuration that the lost step's record named stays in force.
-            record = replace(record, placement=outcome.named.digest)
+            record = record.in_place_of(outcome.named.digest)
             pool.revert(record)
             self._step_commit.followed = -1
         pool.remember(record)
