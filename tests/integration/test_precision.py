@@ -81,3 +81,19 @@ def test_losses_in_reduced_precision_cost_no_step(tmp_path: Path, kind: str) -> 
     assert set(killed.committed) == set(whole.committed) == set(range(1, STEPS + 1))
     assert scales(whole.output) == scales(killed.output)
     assert largest_deviation(whole.committed, killed.committed) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_loaded_loss_scale_counts_for_a_dynamic_one_alone(tmp_path: Path) -> None:
+    """As in plain Megatron: one that is given, and a type that needs none, are those of the present flags."""
+    saved, fp16 = str(tmp_path / "saved"), ("--fp16", "--accumulate-allreduce-grads-in-fp32")
+    dynamic = (*fp16, "--initial-loss-scale", "65536")
+    saving = ("--save", saved, "--save-interval", "2", "--exit-interval", "2")
+    first = elastic_job(tmp_path / "first", 2, 1, 1, 3, *QUIET, *dynamic, *saving)
+    assert first.code == 0, first.output[-4000:]
+    kinds = {"dynamic": ((*fp16, "--initial-loss-scale", "1024"), 65536.0), "none": (("--bf16",), 1.0)}
+    kinds["constant"] = ((*fp16, "--loss-scale", "128"), 128.0)
+    for kind, (flags, scale) in kinds.items():
+        job = elastic_job(tmp_path / kind, 2, 1, 1, 3, *QUIET, *flags, "--load", saved)
+        assert job.code == 0, job.output[-4000:]
+        assert scales(job.output) == [(scale, 0)], kind

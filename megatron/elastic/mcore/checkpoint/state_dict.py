@@ -177,7 +177,8 @@ class OptimizerCheckpoint:
             rows = state[key][:, slot.start : slot.stop]
             for row, value in zip(rows, (main, *(moments[name] for name in self._names(place))), strict=False):
                 row.copy_(value.detach().reshape(-1))
-        return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}), groups)
+        follows = self._engine.tools.settings.hyper.scaler == "dynamic"  # no other scale is read from a checkpoint
+        return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}) if follows else {}, groups)
 
     # -- Megatron's optimizer over the engine's parameters ------------------------------
 
