@@ -258,6 +258,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
         "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
     Rule("error_injection_rate", "--error-injection-rate", (_STEP,), _on, 0, _LEAVE_OUT,
         "disturbs Megatron's own step, which --elastic replaces; --elastic-inject disturbs the engine's"),
+    _unused("check_for_large_grads", "--check-for-large-grads",
+            "looks at Megatron's gradient buffers; the engine checks its own for numbers that are not finite"),
     _unused("log_straggler", "--log-straggler",
             "times Megatron's own step, which --elastic replaces; ranks are measured in any case"),
     _unused("log_energy", "--log-energy",
