@@ -218,6 +218,8 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--num-experts", "honoured", "honoured"),
         ("--expert-model-parallel-size", "honoured", "honoured"),
         ("--enable-cuda-graph", "substituted", "refused"),
+        ("--check-for-large-grads", "honoured", "no effect"),
+        ("--empty-unused-memory-level", "honoured", "no effect"),
     ],
 )
 def test_classes(flag: str, cpu: str, elastic: str) -> None:

@@ -111,7 +111,7 @@ _LOOP = (
     "--tensorboard-dir", "--tensorboard-log-interval", "--tensorboard-queue-size", "--timing-log-level",
     "--timing-log-option", "--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir",
     "--exit-interval", "--exit-duration-in-mins", "--exit-signal-handler", "--exit-signal", "--manual-gc",
-    "--manual-gc-interval", "--no-manual-gc-eval", "--empty-unused-memory-level", "--distributed-timeout-minutes",
+    "--manual-gc-interval", "--no-manual-gc-eval", "--distributed-timeout-minutes",
     "--local-rank",
     "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
     "--profile-ranks", "--use-pytorch-profiler", "--skip-train",

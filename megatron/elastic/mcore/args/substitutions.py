@@ -258,6 +258,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
         "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
     Rule("error_injection_rate", "--error-injection-rate", (_STEP,), _on, 0, _LEAVE_OUT,
         "disturbs Megatron's own step, which --elastic replaces; --elastic-inject disturbs the engine's"),
+    Rule("empty_unused_memory_level", "--empty-unused-memory-level", (_STEP,), _on, 0, _LEAVE_OUT,
+        "empties the allocator's cache within Megatron's own step, which --elastic replaces"),
     _unused("check_for_large_grads", "--check-for-large-grads",
             "looks at Megatron's gradient buffers; the engine checks its own for numbers that are not finite"),
     _unused("log_straggler", "--log-straggler",
