@@ -57,6 +57,11 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
     ("--optimizer", {"optimizer": "soap"}),
     ("--optimizer", {"optimizer": "adaptive_muon"}),
+    ("--qk-clip", {"qk_clip": True}),
+    ("--log-max-attention-logit", {"log_max_attention_logit": True}),
+    ("--ckpt-convert-format", {"ckpt_convert_format": "torch"}),
+    ("--save-wgrads-interval", {"save_wgrads_interval": 2}),
+    ("--save-dgrads-interval", {"save_dgrads_interval": 2}),
     ("--ckpt-format", {"ckpt_format": "fsdp_dtensor"}),
     ("--dataloader-type", {"dataloader_type": "external"}),
     ("--fim-data", {"fim_data": True}),
@@ -197,9 +202,9 @@ def test_the_flag_that_was_given_is_the_one_named() -> None:
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:
-    words = ["--micro-batch-size", "2", "--use-mup", "--some-future-flag=3", "--elastic-mirrors", "2"]
+    words = ["--micro-batch-size", "2", "--onnx-safe", "--some-future-flag=3", "--elastic-mirrors", "2"]
     (warning,) = check(plain(), ElasticConfig(), "cpu", words)
-    assert warning.endswith("--use-mup, --some-future-flag")
+    assert warning.endswith("--onnx-safe, --some-future-flag")
 
 
 def test_each_of_the_most_used_flags_is_classified() -> None:

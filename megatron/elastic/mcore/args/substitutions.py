@@ -241,6 +241,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
             "the elastic engine decides where optimizer steps are computed"),
     Rule("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
         _on, None, _LEAVE_OUT, "owners and copies are compared instead (--elastic-verify-interval)"),
+    Rule("dump_param_to_param_group_map", "--dump-param-to-param-group-map", (_STEP,), _on, None, _LEAVE_OUT,
+        "Megatron's optimizer writes this file; the engine has its own"),
     _unused("test_mode", "--test-mode",
             "compares norms of replicas; owners and copies are compared instead (--elastic-verify-interval)"),
     Rule("dist_ckpt_optim_fully_reshardable", "--dist-ckpt-optim-fully-reshardable", (_STEP,), _off, True,

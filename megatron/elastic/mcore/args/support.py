@@ -11,7 +11,6 @@ written from the same tables:
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args import combinations, flag_table, shared_experts, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.exact import exact_faults
 from megatron.elastic.mcore.args.muon import uses_muon
 from megatron.elastic.mcore.args.optimizers import STEPPED, optimizer_faults
 from megatron.elastic.mcore.args.overlap import without_overlap
@@ -156,6 +156,10 @@ FEATURES: tuple[Feature, ...] = (
             "emerging-optimizers is needed"),
     Feature("SOAP, and Muon with an adaptive step", ("--optimizer",), _other_than("optimizer", *STEPPED),
             "works", "refused", f"owners do not step it: use adam, lion, muon or sgd, or {_PLAIN}"),
+    Feature("clipped or logged attention logits", ("--qk-clip", "--qk-clip-alpha", "--qk-clip-threshold",
+                                                   "--log-max-attention-logit"),
+            _any("qk_clip", "log_max_attention_logit"), "refused", "refused",
+            f"they are read and clipped in Megatron's own step, which --elastic replaces: {_GPU}, {_PLAIN}"),
     Feature("Muon", ("--muon-tp-mode", "--muon-scalar-optimizer"),
             uses_muon, "works", "works",
             "that of Megatron 0.17; with --elastic copies receive state, tensor-parallel parts are stepped blockwise, "
@@ -166,6 +170,11 @@ FEATURES: tuple[Feature, ...] = (
             "with --elastic moments in bf16 or fp32, in memory for fp32; gradients and masters are fp32"),
     Feature("checkpoints of FSDP and older formats", ("--ckpt-format",),
             _other_than("ckpt_format", "torch_dist", "torch"), "works", "refused", "use --ckpt-format torch_dist"),
+    Feature("conversion of a checkpoint's format", ("--ckpt-convert-format", "--ckpt-convert-save"),
+            _any("ckpt_convert_format"), "works", "refused", "convert the checkpoint first, without --elastic"),
+    Feature("gradients in files", ("--save-wgrads-interval", "--save-dgrads-interval"),
+            _any("save_wgrads_interval", "save_dgrads_interval"), "works", "refused",
+            f"Megatron's own step writes them, which --elastic replaces: {_PLAIN}"),
     Feature("node-local checkpoints", ("--non-persistent-ckpt-type",),
             lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", "works", "refused",
             "copies in memory replace them (--elastic-mirrors): leave it out"),
@@ -236,7 +245,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         elif platform == "cpu" and feature.cpu == "refused" and not (args.elastic and feature.elastic == "works"):
             yield f"{flag} ({feature.name}) needs a GPU: leave it out here"
     if args.elastic:
-        yield from _exact_faults(args, config, platform)
+        yield from exact_faults(args, config, platform)
         if platform == "cpu" and config.state == "device":
             yield "--elastic-state device needs an accelerator: a CPU has no other memory than the host's; leave it out"
         yield from _spare_faults(args, config)
@@ -304,34 +313,6 @@ def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         )
     if config.policy != "elaswave":
         yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
-
-
-def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
-    if not config.exact:
-        return
-    if platform != "cpu" and not args.deterministic_mode:
-        yield (
-            "--elastic-exact needs --deterministic-mode on a device, whose kernels add up in any order without it: "
-            "add it (with CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring in the environment)"
-        )
-    if platform == "cuda" and args.deterministic_mode:
-        yield from _unordered_libraries(args)
-    if not policy_named(config.policy).keeps_batch:
-        yield (
-            f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
-            "take torchft-batch, or another policy"
-        )
-
-
-def _unordered_libraries(args: Namespace) -> Iterator[str]:
-    """Yield the libraries of an NVIDIA GPU that the environment leaves free to add up in any order."""
-    needed: dict[str, tuple[str, tuple[str, ...]]] = {"cuBLAS": ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))}
-    engine = "transformer_engine"
-    if args.transformer_impl == engine and substitutions.Installed.detect("cuda").has(engine):
-        needed["Transformer Engine's attention"] = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",))
-    for library, (name, values) in needed.items():
-        if os.environ.get(name) not in values:
-            yield f"--elastic-exact: {library} adds up in one order with {name}={values[0]} alone: export it"
 
 
 def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
