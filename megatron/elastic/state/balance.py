@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import Copies, UnitGroup
+from megatron.elastic.state.placement import Copies, UnitGroup, classes_of
 
 __all__ = ["LEVEL_TOLERANCE", "balanced_owners"]
 
@@ -34,31 +35,36 @@ class _Ownership:
         self.owner = {block.key: copies[block.key].owner for block in group.blocks}
         self.held = {block.key: copies[block.key].ranks for block in group.blocks}
         self.load = dict.fromkeys(group.holders, 0)
-        self._owned: dict[int, set[BlockKey]] = {}
-        """Rank → the blocks that it owns."""
-        self._free: dict[int, dict[int, set[BlockKey]]] = {rank: {} for rank in group.holders}
-        """Holder → other holder → blocks owned by the one that the other has a copy of."""
-        for key in self.owner:
-            self._count(key, 1)
+        for owner in self.owner.values():
+            if owner in self.load:
+                self.load[owner] += 1
 
-    def _count(self, key: BlockKey, sign: int) -> None:
-        """Enter ``key`` under its owner, or take it out (``sign`` -1)."""
-        owner = self.owner[key]
-        change = set.add if sign > 0 else set.remove
-        change(self._owned.setdefault(owner, set()), key)
-        if owner not in self.load:
-            return
-        self.load[owner] += sign
-        edges = self._free[owner]
-        for rank in self.held[key]:
-            if rank != owner and rank in self.load:
-                change(edges.setdefault(rank, set()), key)
+    @cached_property
+    def _owned(self) -> dict[int, set[BlockKey]]:
+        """Rank → the blocks that it owns. Most groups need no move, and then it is never made."""
+        owned: dict[int, set[BlockKey]] = {}
+        for key, owner in self.owner.items():
+            owned.setdefault(owner, set()).add(key)
+        return owned
 
     def give(self, key: BlockKey, rank: int) -> None:
         """Change the owner of ``key`` to ``rank``."""
-        self._count(key, -1)
+        before = self.owner[key]
+        self._owned[before].remove(key)
+        self._owned.setdefault(rank, set()).add(key)
+        if before in self.load:
+            self.load[before] -= 1
+        self.load[rank] += 1
         self.owner[key] = rank
-        self._count(key, 1)
+
+    def _free(self, rank: int) -> list[tuple[int, BlockKey]]:
+        """Return, for each other holder with copies of blocks that ``rank`` owns, the first such block; ascending."""
+        first: dict[int, BlockKey] = {}
+        for key in self._owned.get(rank, ()):
+            for other in self.held[key]:
+                if other != rank and other in self.load and (other not in first or key < first[other]):
+                    first[other] = key
+        return sorted(first.items())
 
     def free_path(self, source: int, targets: frozenset[int]) -> list[tuple[BlockKey, int]] | None:
         """Return the shortest chain of free moves from ``source`` to one of ``targets``, as (block, new owner)."""
@@ -68,10 +74,10 @@ class _Ownership:
             rank = queue.popleft()
             if rank in targets:
                 return _trace(came, source, rank)
-            for other, keys in sorted(self._free[rank].items()):
-                if keys and other not in seen:
+            for other, key in self._free(rank):
+                if other not in seen:
                     seen.add(other)
-                    came[other] = (rank, min(keys))
+                    came[other] = (rank, key)
                     queue.append(other)
         return None
 
@@ -147,11 +153,7 @@ def balanced_owners(copies: Mapping[BlockKey, Copies], groups: Sequence[UnitGrou
 
 def _level(states: Sequence[_Ownership], total: dict[int, int]) -> None:
     """Balance owned blocks between ranks that hold the same units, by free moves first."""
-    classes: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted(total):
-        signature = tuple(i for i, state in enumerate(states) if rank in state.load)
-        classes.setdefault(signature, []).append(rank)
-    for signature, ranks in classes.items():
+    for signature, ranks in classes_of([state.holders for state in states]).items():
         while len(ranks) > 1:
             high = max(ranks, key=lambda r: (total[r], -r))
             low = min(ranks, key=lambda r: (total[r], r))

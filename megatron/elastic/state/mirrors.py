@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.peers import Candidates, Tree
-from megatron.elastic.state.placement import Rules, UnitGroup
+from megatron.elastic.state.placement import Rules, UnitGroup, classes_of
 
 __all__ = ["LEVEL_TOLERANCE", "choose_mirrors"]
 
@@ -67,11 +68,7 @@ def choose_mirrors(
 def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> bool:
     """Balance mirrors of ranks that compute the same units, within :data:`LEVEL_TOLERANCE`; return if any moved."""
     moved = False
-    classes: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted({rank for table in tables for rank in table.home}):
-        signature = tuple(i for i, table in enumerate(tables) if rank in table.home)
-        classes.setdefault(signature, []).append(rank)
-    for signature, ranks in classes.items():
+    for signature, ranks in classes_of([table.home for table in tables]).items():
         mine = [tables[i] for i in signature]
         while _level_one(mine, ranks, total):
             moved = True
@@ -93,7 +90,7 @@ def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[in
     return False
 
 
-def _able(tables: Sequence[_Table], high: int, lows: Collection[int]) -> dict[int, list[_Table]]:
+def _able(tables: Sequence[_Table], high: int, lows: frozenset[int]) -> dict[int, list[_Table]]:
     """Return low → the tables in which some owner's mirrors stay as balanced with one moved from ``high`` to it."""
     able: dict[int, list[_Table]] = {}
     for table in tables:
@@ -117,20 +114,40 @@ class _Table:
         self.home = candidates.home
         self.mirrors: dict[BlockKey, tuple[int, ...]] = {block.key: () for block in group.blocks}
         self.load: dict[int, int] = {}
-        self._cost, self._place = candidates.cost, candidates.place
-        self.order = {owner: candidates.order(owner) for owner in sorted({owners[key] for key in self.mirrors})}
-        self._count_of = {owner: Counter[int]() for owner in self.order}
+        self._candidates, self._cost, self._place = candidates, candidates.cost, candidates.place
+        self._count_of: dict[int, Counter[int]] = {
+            owner: Counter() for owner in sorted({owners[key] for key in self.mirrors})
+        }
         """Owner → rank → number of the owner's mirrors there."""
-        self._at: dict[int, dict[int, set[BlockKey]]] = {}
-        """Rank → owner → the owner's blocks with a mirror there."""
-        self._peers = {owner: [r for r in order if order[r][0] == 0] for owner, order in self.order.items()}
-        self._least = {o: min((self._cost(o, r, ()) for r in order), default=0) for o, order in self.order.items()}
-        """Owner → lower bound of the cost of any mirror of its blocks."""
+
+    @cached_property
+    def _at(self) -> dict[int, dict[int, set[BlockKey]]]:
+        """Rank → owner → the owner's blocks with a mirror there. Most tables need no move, and then it is never made.
+
+        Only moves change it, so it is made when all mirrors have been chosen.
+        """
+        found: dict[int, dict[int, set[BlockKey]]] = {}
+        for key, ranks in self.mirrors.items():
+            for rank in ranks:
+                found.setdefault(rank, {}).setdefault(self.owners[key], set()).add(key)
+        return found
 
     def add_best(self, key: BlockKey) -> bool:
         """Append the best further mirror of ``key``; return False if no rank is left."""
         owner, taken, held = self.owners[key], self.mirrors[key], self.held[key]
-        order = self.order[owner]
+        # At the least cost one that has the block is better than any other.
+        near: Collection[int] = () if taken else self._candidates.nearest(owner, held)
+        best = next(iter(near)) if len(near) == 1 else self._best(key, near)
+        if best is None:
+            return False
+        self._count(owner, best, 1)
+        self.mirrors[key] = (*taken, best)
+        return True
+
+    def _best(self, key: BlockKey, near: Collection[int]) -> int | None:
+        """Return the best rank for a further mirror of ``key``; ``near``: the best ones, as far as they are known."""
+        owner, taken, held = self.owners[key], self.mirrors[key], self.held[key]
+        order, least = self._candidates.order(owner), self._candidates.least(owner)
 
         def preference(rank: int) -> tuple[int, ...]:
             outside, place = self._place(owner, rank) or (1, rank)
@@ -144,34 +161,27 @@ class _Table:
                 place,
             )
 
-        least = self._least[owner]
         copies = [rank for rank in held if rank not in taken and self._place(owner, rank)]
-        # At the least cost one that has the block is better than any other.
-        near: Collection[int] = [rank for rank in copies if self._cost(owner, rank, taken) == least]
-        if not near:
-            near = {*self._peers[owner], *copies}.difference(taken)
-        best = next(iter(near)) if len(near) == 1 else min(near, key=preference, default=None)
+        near = near or [rank for rank in copies if self._cost(owner, rank, taken) == least]
+        best = min(near or {*self._candidates.peers(owner), *copies}.difference(taken), key=preference, default=None)
         # A rank that is no peer and has no copy is chosen only if it costs less than all peers and ranks with a copy.
         if best is None or self._cost(owner, best, taken) > least:
             best = min((rank for rank in order if rank not in taken), key=preference, default=None)
-        if best is None:
-            return False
-        self._count(key, best, 1)
-        return True
+        return best
 
-    def _count(self, key: BlockKey, rank: int, sign: int) -> None:
+    def _count(self, owner: int, rank: int, change: int) -> None:
+        self._count_of[owner][rank] += change
+        self.load[rank] = self.load.get(rank, 0) + change
+        self.total[rank] = self.total.get(rank, 0) + change
+
+    def _move(self, key: BlockKey, high: int, low: int) -> None:
+        """Move the mirror of ``key`` from ``high`` to ``low``."""
         owner = self.owners[key]
-        self._count_of[owner][rank] += sign
-        self.load[rank] = self.load.get(rank, 0) + sign
-        self.total[rank] = self.total.get(rank, 0) + sign
-        there = self._at.setdefault(rank, {}).setdefault(owner, set())
-        rest = tuple(r for r in self.mirrors[key] if r != rank)
-        if sign > 0:
-            there.add(key)
-            self.mirrors[key] = (*rest, rank)
-        else:
-            there.remove(key)
-            self.mirrors[key] = rest
+        self._at[high][owner].remove(key)
+        self._at.setdefault(low, {}).setdefault(owner, set()).add(key)
+        self._count(owner, high, -1)
+        self._count(owner, low, 1)
+        self.mirrors[key] = (*(rank for rank in self.mirrors[key] if rank != high), low)
 
     def _keys_at(self, rank: int, owner: int) -> Collection[BlockKey]:
         return self._at.get(rank, {}).get(owner, ())
@@ -179,16 +189,18 @@ class _Table:
     def spread(self) -> bool:
         """Spread every owner's mirrors evenly over its peers (within one block); return whether any moved."""
         moved = False
-        for owner in self.order:
+        for owner in self._count_of:
             while self._spread_one(owner):
                 moved = True
         return moved
 
     def _spread_one(self, owner: int) -> bool:
         """Move one of ``owner``'s blocks to a peer with too few, from the rank with most; return False if balanced."""
+        most = max(self._count_of[owner].values(), default=0)
+        if most < 2:
+            return False
         counts = {r: n for r, n in self._count_of[owner].items() if n > 0}
-        most = max(counts.values(), default=0)
-        lacking = [r for r in self._peers[owner] if most - counts.get(r, 0) >= 2]
+        lacking = [r for r in self._candidates.peers(owner) if most - counts.get(r, 0) >= 2]
         place = {r: self._place(owner, r) or (1, r) for r in {*lacking, *counts}} if lacking else {}
         for low in sorted(lacking, key=lambda r: (counts.get(r, 0), self.total.get(r, 0), place[r][1])):
             few = counts.get(low, 0)
@@ -196,21 +208,21 @@ class _Table:
             for high in sorted(donors, key=lambda r: (-place[r][0], -counts[r], r)):
                 for key in sorted(self._keys_at(high, owner)):
                     if self._movable(key, high, low):
-                        self._count(key, high, -1)
-                        self._count(key, low, 1)
+                        self._move(key, high, low)
                         return True
         return False
 
-    def takers(self, high: int, lows: Collection[int]) -> set[int]:
+    def takers(self, high: int, lows: frozenset[int]) -> set[int]:
         """Return the ``lows`` that could take a mirror from ``high`` without unbalancing its owner's mirrors."""
         found = set[int]()
         for owner, keys in self._at.get(high, {}).items():
             if not keys:
                 continue
-            # From a peer a mirror goes to another peer alone: they are few.
-            peers = self._peers[owner]
-            able = (low for low in peers if low in lows) if high in peers else (low for low in lows if low != owner)
-            found.update(low for low in able if self._surplus(owner, high, low) < 0)
+            peers, counts = self._candidates.peers(owner), self._count_of[owner]
+            if high in peers:  # from a peer a mirror goes to another peer alone: they are few
+                found.update(low for low in lows & peers if counts[low] < counts[high])
+            else:
+                found.update(low for low in lows if low != owner and self._surplus(owner, high, low) < 0)
         return found
 
     def shift(self, high: int, low: int) -> bool:
@@ -223,8 +235,7 @@ class _Table:
         if not able:
             return False
         _, _, best = min(able)
-        self._count(best, high, -1)
-        self._count(best, low, 1)
+        self._move(best, high, low)
         return True
 
     def _surplus(self, owner: int, high: int, low: int) -> int:
@@ -234,7 +245,7 @@ class _Table:
             return 0
         counts = self._count_of[owner]
         if place[0] < there[0]:  # back to a peer, as long as none has less
-            return counts[low] - min(counts[peer] for peer in self._peers[owner]) - 1
+            return counts[low] - min(counts[peer] for peer in self._candidates.peers(owner)) - 1
         return counts[low] - counts[high]
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:

@@ -46,7 +46,7 @@ def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
     """
     if rules.ownership == "contiguous":
         cut = _contiguous(groups)
-        return Placement(_mirrored(groups, rules, cut, {key: (rank,) for key, rank in cut.items()}))
+        return Placement(_mirrored(groups, rules, cut, {key: Copies(rank) for key, rank in cut.items()}))
     owners: dict[BlockKey, int] = {}
     turn: dict[tuple[int, ...], int] = {}
     for group in groups:
@@ -56,7 +56,7 @@ def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
         sizes = [n // m + ((j - shift) % m < n % m) for j in range(m)]
         ranks = [rank for rank, size in zip(group.holders, sizes, strict=True) for _ in range(size)]
         owners |= {block.key: rank for block, rank in zip(group.blocks, ranks, strict=True)}
-    return Placement(_mirrored(groups, rules, owners, {key: (rank,) for key, rank in owners.items()}))
+    return Placement(_mirrored(groups, rules, owners, {key: Copies(rank) for key, rank in owners.items()}))
 
 
 def rebalance(
@@ -68,8 +68,7 @@ def rebalance(
     """
     contiguous = rules.ownership == "contiguous"
     owners = _contiguous(groups) if contiguous else balanced_owners(placement.copies, groups)
-    held = {block.key: placement.copies[block.key].ranks for group in groups for block in group.blocks}
-    copies = _mirrored(groups, rules, owners, held)
+    copies = _mirrored(groups, rules, owners, placement.copies)
     changes = _difference(placement.copies, copies)
     return Placement(copies), changes
 
@@ -101,18 +100,24 @@ def _mirrored(
     groups: Sequence[UnitGroup],
     rules: Rules,
     owners: Mapping[BlockKey, int],
-    held: Mapping[BlockKey, tuple[int, ...]],
+    before: Mapping[BlockKey, Copies],
 ) -> dict[BlockKey, Copies]:
+    """Return the copies of every block of ``groups``. Those that stay as they were ``before`` are the same objects."""
+    held = {block.key: before[block.key].ranks for group in groups for block in group.blocks}
     mirrors = choose_mirrors(groups, rules, owners, held)
-    return {block.key: Copies(owners[block.key], mirrors[block.key]) for group in groups for block in group.blocks}
+    return {
+        key: was if (was := before[key]).ranks == (owners[key], *ranks) else Copies(owners[key], ranks)
+        for key, ranks in mirrors.items()
+    }
 
 
 def _difference(before: Mapping[BlockKey, Copies], now: Mapping[BlockKey, Copies]) -> tuple[Transition, ...]:
     """Return adds (each from the copy whose rank sends least so far), then promotions, then drops."""
     adds, promotions, drops = list[Transition](), list[Transition](), list[Transition]()
     sent: dict[int, int] = {}
-    for key, new in sorted(now.items()):
-        old = before[key]
+    changed = sorted(key for key, copies in now.items() if copies is not before[key])
+    for key in changed:
+        old, new = before[key], now[key]
         for rank in (r for r in new.ranks if r not in old.ranks):
             source = min(old.ranks, key=lambda r: (sent.get(r, 0), r))
             sent[source] = sent.get(source, 0) + 1

@@ -50,6 +50,11 @@ class Tree:
         }
         """Domain → span of rank numbers of its widest part."""
         self._stride = self._gaps()
+        self.domains = {rank: path[:-1] for rank, path in self.paths.items()}
+        """Rank → its failure domains, outermost first."""
+        depth = max(map(len, self.paths.values()), default=1) - 1
+        self.widths = tuple(len({path[: level + 1] for path in self.paths.values()}) for level in range(depth))
+        """The number of domains at each level, the outermost first."""
 
     def _gaps(self) -> dict[Path, int]:
         """Return domain → the least distance between two ranks of one of its parts; 1 if no part has two."""
@@ -61,11 +66,6 @@ class Tree:
                     gaps[parent] = min(gaps.get(parent, rank), rank - before[part])
                 before[part] = rank
         return {domain: gaps.get(domain, 1) for domain in self._inside}
-
-    def widths(self) -> tuple[int, ...]:
-        """Return the number of domains at each level, the outermost first."""
-        depth = max(map(len, self.paths.values()), default=1) - 1
-        return tuple(len({path[: level + 1] for path in self.paths.values()}) for level in range(depth))
 
     def near(self, owner: int, breadth: int) -> list[int]:
         """Return ranks near ``owner``, the nearest first: ``breadth`` from each of ``breadth`` domains next to its own.
@@ -115,14 +115,17 @@ class Candidates:
         self._living = living
         self._group = Tree(holders, rules)
         self._mirrors, self._width = rules.mirrors, max(rules.scatter_width, rules.mirrors)
-        self._domains = {rank: path[:-1] for rank, path in living.paths.items()}
+        self._domains = living.domains
         self._shared: dict[tuple[Path, Path], int] = {}
-        enough = (min(rules.mirrors + 1, width) for width in living.widths())
+        enough = (min(rules.mirrors + 1, width) for width in living.widths)
         self._alone = len(holders) > rules.mirrors and all(
-            width >= least for width, least in zip(self._group.widths(), enough, strict=True)
+            width >= least for width, least in zip(self._group.widths, enough, strict=True)
         )
         """True if the holders are in as many domains as a block needs, so that no other rank has to mirror."""
         self._orders: dict[int, dict[int, tuple[int, int]]] = {}
+        self._peers: dict[int, frozenset[int]] = {}
+        self._least: dict[int, int] = {}
+        self._nearest: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def cost(self, owner: int, rank: int, taken: tuple[int, ...]) -> int:
         """Return the cost of a mirror on ``rank`` in addition to those on ``taken``."""
@@ -153,6 +156,31 @@ class Candidates:
         able = rank in self.home or (not self._is_enough(owner) and rank in self._domains)
         return (1, len(self._domains) + rank) if able else None
 
+    def peers(self, owner: int) -> frozenset[int]:
+        """Return the peers of ``owner``."""
+        found = self._peers.get(owner)
+        if found is None:
+            found = frozenset(rank for rank, (other, _) in self.order(owner).items() if other == 0)
+            self._peers[owner] = found
+        return found
+
+    def least(self, owner: int) -> int:
+        """Return a lower bound of the cost of any mirror of the blocks of ``owner``."""
+        found = self._least.get(owner)
+        if found is None:
+            costs = (self.cost(owner, rank, ()) for rank in self.order(owner))
+            found = self._least[owner] = min(costs, default=0)
+        return found
+
+    def nearest(self, owner: int, held: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks of ``held`` that can have the first mirror of a block of ``owner`` at the least cost."""
+        found = self._nearest.get((owner, held))
+        if found is None:
+            able = (rank for rank in held if self.place(owner, rank))
+            found = tuple(rank for rank in able if self.cost(owner, rank, ()) == self.least(owner))
+            self._nearest[owner, held] = found
+        return found
+
     def _is_enough(self, owner: int) -> bool:
         return self._alone and owner in self.home
 
@@ -163,10 +191,10 @@ class Candidates:
         ranked = self._group.near(owner, breadth) if owner in self.home else sorted(self.home)
         if not self._is_enough(owner):
             ranked += [rank for rank in self._living.near(owner, breadth) if rank not in self.home]
-        peers = self._peers(owner, ranked)
+        peers = self._chosen(owner, ranked)
         return {rank: (0 if rank in peers else 1, place) for place, rank in enumerate(ranked)}
 
-    def _peers(self, owner: int, ranked: Sequence[int]) -> set[int]:
+    def _chosen(self, owner: int, ranked: Sequence[int]) -> set[int]:
         """Return the ranks that successive blocks take: the cheapest ones, unused ones at equal cost."""
         peers = set[int]()
         while True:

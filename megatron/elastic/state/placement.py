@@ -33,6 +33,7 @@ __all__ = [
     "Rules",
     "Transition",
     "UnitGroup",
+    "classes_of",
     "promote_only",
     "shared_levels",
 ]
@@ -52,6 +53,18 @@ class UnitGroup:
             raise ValueError(f"unit {self.unit} shard {self.shard}: holders {self.holders}")
 
 
+def classes_of(groups: Sequence[Iterable[int]]) -> dict[tuple[int, ...], list[int]]:
+    """Return the ranks, ascending, by the numbers of the ``groups`` that they are in."""
+    found: dict[int, list[int]] = {}
+    for number, ranks in enumerate(groups):
+        for rank in ranks:
+            found.setdefault(rank, []).append(number)
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(found):
+        classes.setdefault(tuple(found[rank]), []).append(rank)
+    return classes
+
+
 @dataclass(frozen=True)
 class Copies:
     """The ranks that hold one block. Mirrors are sorted, so equal copies compare equal."""
@@ -62,7 +75,7 @@ class Copies:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mirrors", tuple(sorted(self.mirrors)))
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks with a copy, the owner first."""
         return (self.owner, *self.mirrors)

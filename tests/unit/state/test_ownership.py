@@ -201,6 +201,26 @@ def test_the_work_after_a_loss_grows_with_the_number_of_blocks_and_no_faster():
     assert many < 6 * few
 
 
+def test_the_blocks_of_other_stages_than_the_lost_rank_cost_little():
+    stages, gone = [list(range(first, first + 16)) for first in range(0, 256, 16)], 5
+    every, living = (
+        [
+            group
+            for at, holders in enumerate(stages)
+            for group in unit_groups(4, 32, [r for r in holders if r != lost], at)
+        ]
+        for lost in (None, gone)
+    )
+    full, left = (Rules(1, 4, {rank: rank % 32 for rank in range(256) if rank != lost}) for lost in (None, gone))
+    promoted = promote_only(initial(every, full), left.domains, living).placement
+    end, _ = rebalance(promoted, living, left)
+    far = [key for key in end.copies if key[1] > 0]
+    assert all(end.copies[key] is promoted.copies[key] for key in far)
+    calls = calls_in(lambda: rebalance(promoted, living, left)) / len(end.copies)
+    print(f"{calls:.0f} calls a block")
+    assert calls < 85
+
+
 def ragged_job(rng: random.Random, living: list[int], units: int) -> list[UnitGroup]:
     """Two shards; every unit held by one to three random ranks of its own shard's half."""
     groups = []
