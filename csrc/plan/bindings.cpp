@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "listing.hpp"
+#include "matching.hpp"
 #include "partition.hpp"
 #include "pipeline.hpp"
 #include "reach.hpp"
@@ -68,6 +69,7 @@ PYBIND11_MODULE(_plan, m) {
         return ep::pipeline_time(made<ep::Stage>(stages), count, rows, split);
       },
       py::arg("stages"), py::arg("count"), py::arg("rows"), py::arg("split_backward"));
+  m.def("matching", &ep::matching, py::arg("weights"), py::arg("seats"), py::arg("takers"), py::arg("in_order"));
   m.def("knapsack", &ep::knapsack, py::arg("room"), py::arg("values"));
   py::class_<ep::Reach>(m, "Reach")
       .def(py::init([](Sums forward, Sums gradient, Sums weight, Sums fixed, Sums held, Pairs tied, std::int64_t room) {

@@ -19,6 +19,9 @@ class Group:
 def pipeline_time(
     stages: Sequence[tuple[int, int, int, int, int]], count: int, rows: int, split_backward: bool
 ) -> int: ...
+def matching(
+    weights: Sequence[Sequence[int]], seats: Sequence[int], takers: Sequence[int], in_order: bool
+) -> list[int]: ...
 def knapsack(room: int, values: Sequence[int]) -> list[int]: ...
 
 class Reach:

@@ -33,6 +33,7 @@ from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import initial, rebalance
 from megatron.elastic.state.placement import Rules
 from tests.cluster.cut_model import CUT_DIM, SHAPES, CutModel, shape_at_launch
+from tests.unit.calls import lines_in
 
 UNITS = 6
 SIZES = st.builds(
@@ -151,6 +152,16 @@ def test_no_other_order_of_the_ranks_keeps_more(change: tuple[Job, ParallelSizes
         cells = tuple(order[at : at + sizes.cell] for at in range(0, len(order), sizes.cell))
         shape = type(found.shape)(sizes, cells, found.shape.chunks)
         assert job.kept(Assignment.regular(job.launch, shape)) <= job.kept(found)
+
+
+def test_the_work_grows_with_the_number_of_ranks_and_no_faster() -> None:
+    def lines(data: int) -> int:
+        job = Job(ParallelSizes(2, 3, data, 1, 1))
+        return lines_in(lambda: job.to(ParallelSizes(2, 2, data, 1, 1)))
+
+    few, many = lines(4), lines(16)
+    print(f"{few} lines for 24 ranks, {many} for 96")
+    assert many < 6 * few
 
 
 def test_where_ranks_sit() -> None:

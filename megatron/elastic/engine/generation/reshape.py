@@ -12,14 +12,13 @@ taken that keeps the ranks closest to their order, so that a tensor-parallel gro
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
 
 from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.engine.compute.model_interface import Covered
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.shape import GridShape, chunks_of
-from megatron.elastic.plan.search.matching import best_matching
+from megatron.elastic.plan.search.matching import matching_in_order
 from megatron.elastic.state.layout import UnitShard
 
 __all__ = ["covered_by", "reshaped"]
@@ -55,7 +54,8 @@ def reshaped(
     was = [tuple(covered_by(at_launch, rank, covered) for rank in ranks) for ranks in present]
     now = [tuple(covered_by(seats, rank, covered) for rank in ranks) for ranks in places]
     ranks = [rank for taker in _takers(was, now, elements) for rank in present[taker]]
-    return _assignment_of(launch_topology, sizes, (*ranks, *(rank for rank in slots if rank not in ranks)))
+    taken = frozenset(ranks)
+    return _assignment_of(launch_topology, sizes, (*ranks, *(rank for rank in slots if rank not in taken)))
 
 
 def _takers(was: Sequence[_Covered], now: Sequence[_Covered], elements: Mapping[UnitShard, int]) -> Sequence[int]:
@@ -68,14 +68,10 @@ def _takers(was: Sequence[_Covered], now: Sequence[_Covered], elements: Mapping[
         common = (one & other for one, other in zip(before, after, strict=True))
         return sum(elements.get(space, 0) for spaces in common for space in spaces)
 
-    known = {pair: kept(*pair) for pair in product(set(was), set(now))}
-    more_than_all_distances = len(was) ** 3
-    return best_matching(
-        [
-            [more_than_all_distances * known[before, after] - (place - order) ** 2 for order, before in enumerate(was)]
-            for place, after in enumerate(now)
-        ]
-    )
+    of_ranks, of_places = (list(dict.fromkeys(covered)) for covered in (was, now))
+    weights = [[kept(before, after) for before in of_ranks] for after in of_places]
+    kinds, wanted = ({one: kind for kind, one in enumerate(some)} for some in (of_ranks, of_places))
+    return matching_in_order(weights, [wanted[one] for one in now], [kinds[one] for one in was])
 
 
 def covered_by(assignment: Assignment, rank: int, covered: Covered) -> frozenset[UnitShard]:
