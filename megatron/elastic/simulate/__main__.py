@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from pathlib import Path
 from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.planner import instant_plan, plan_hash
-from megatron.elastic.plan.schedule.validate import validate_plan
+from megatron.elastic.plan.schedule.validate import InvalidPlan, validate_plan
 from megatron.elastic.plan.search.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import without_cells
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
@@ -152,6 +153,10 @@ def _table(args: argparse.Namespace) -> dict[str, object]:
     else:
         plan = instant_plan(topology, profile, args.plan, split_backward=args.split)
     validate_plan(plan, args.layers)
+    try:
+        validate_plan(plan, args.layers, profile)
+    except InvalidPlan as error:
+        raise ValueError(f"--headroom {args.headroom:g}: {error}; raise it") from None
     spans = plan_spans(plan, profile)
     if args.chart:
         draw_spans(args.chart, spans, track_names(plan), f"{args.plan}: DP {args.dp} x PP {args.pp}, lost {args.lost}")
@@ -205,7 +210,24 @@ def _file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory, not a file to write")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} may not be written")
     return path
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def _headroom(text: str) -> float:
+    value = _above_zero(text)
+    if value > 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is above 1000")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -268,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--split", action="store_true", help="split backward into input and weight gradient")
     table.add_argument(
         "--headroom",
-        type=_above_zero,
+        type=_headroom,
         default=1.3,
         metavar="X",
         help="memory of a cell, as a multiple of the memory that the largest stage needs",
@@ -277,7 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (damage, goodput, hsdp, table):
         one.add_argument("--chart", type=_picture, metavar="PATH", help="write a picture here (.png or .svg)")
     for one in (goodput, hsdp):
-        one.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the trace of losses")
+        one.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the trace of losses")
     return parser
 
 
@@ -287,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = {"damage": _damage, "goodput": _goodput, "ft-hsdp": _ft_hsdp, "table": _table}[args.command]
     try:
         result = run(args)
-    except (PlanError, ValueError) as error:
+    except (PlanError, ValueError, OSError) as error:
         print(f"{args.command}: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result))

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -201,6 +202,7 @@ def test_command_line_prints_json_last_and_draws(tmp_path: object, capsys: pytes
         (["table", "--lost", *map(str, range(8))], "--lost names every cell"),
         (["goodput", "--devices", "12"], "--devices 12 are fewer than one replica of --tp 8 x --pp 16"),
         (["damage", "--dp", "5"], "no scenario has these --dp"),
+        (["table", "--headroom", "0.01"], "--headroom 0.01: cell 0 needs 41600 bytes, has 416; raise it"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(
@@ -209,3 +211,34 @@ def test_bad_input_is_one_line_that_names_the_flag(
     assert main(command) == 1
     told = capsys.readouterr().err
     assert says in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["table", "--headroom", "1e300"], "argument --headroom: '1e300' is above 1000"),
+        (["table", "--chart", "{folder}"], "is a directory, not a file to write"),
+        (["table", "--trace", "{folder}"], "is a directory, not a file to write"),
+        (["goodput", "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_simulated(
+    command: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main([part.format(folder=folder) for part in command])
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", f"{tmp_path}/trace.json")
+
+    monkeypatch.setattr("megatron.elastic.simulate.__main__.write_chrome_trace", full)
+    assert main(["table", "--trace", f"{tmp_path}/trace.json"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("table: [Errno 28] No space left on device") and told.count("\n") == 1
