@@ -11,21 +11,22 @@ Order of preference for one mirror (that of ``mirrors``, without its peers and i
 - 2: it computes the unit;
 - 3: it receives least so far, so that all receive equal shares; then it holds least.
 
-All are pure functions of integers, linear in the missing copies: every process derives the same result.
+The first two follow from the ranks with a copy and those that compute the unit, which many blocks have in common: the
+ranks that are best by them are found once for all these blocks.
+
+All are pure functions of integers: every process derives the same result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import cache
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Copies, Placement, Rules, Transition, UnitGroup, shared_levels
 
 __all__ = ["replenish", "short_of_mirrors"]
-
-Path = tuple[int, ...]
-"""Failure domains of a rank, outermost first."""
 
 
 def short_of_mirrors(placement: Placement, mirrors: int, living: Collection[int]) -> tuple[BlockKey, ...]:
@@ -42,17 +43,17 @@ def replenish(
     Returns the placement with them, and one add for each, sent by the rank that sends least so far.
     """
     living = sorted(rules.domains)
-    homes = {(group.unit, group.shard): frozenset(group.holders) for group in groups}
+    homes = {(group.unit, group.shard): group.holders for group in groups}
+    best = _Candidates(rules).best
     holds = Counter(rank for copies in placement.copies.values() for rank in copies.ranks)
     received, sent = Counter[int](), Counter[int]()
     copies, adds = dict(placement.copies), list[Transition]()
     for key in short_of_mirrors(placement, rules.mirrors, living):
-        home, sources = homes.get(key[:2], frozenset()), copies[key].ranks
+        home, sources = homes.get(key[:2], ()), copies[key].ranks
         for _ in range(min(rules.mirrors, len(living) - 1) - len(copies[key].mirrors)):
             held = copies[key]
-            candidates = [rank for rank in living if rank not in held.ranks]
-            cost = _costs(candidates, held, home, rules)
-            new = min(candidates, key=lambda rank: (*cost[rank], received[rank], holds[rank], rank), default=None)
+            candidates = best(held.ranks, home)
+            new = min(candidates, key=lambda rank: (received[rank], holds[rank], rank), default=None)
             if new is None:
                 break
             source = min(sources, key=lambda rank: (sent[rank], rank))
@@ -62,8 +63,25 @@ def replenish(
     return Placement(copies), tuple(adds)
 
 
-def _costs(candidates: Sequence[int], held: Copies, home: Collection[int], rules: Rules) -> dict[int, tuple[int, bool]]:
-    """Return candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
-    paths = [rules.path(rank) for rank in held.ranks if rank in rules.domains]
-    shared = {rank: max((shared_levels(rules.path(rank), path) for path in paths), default=0) for rank in candidates}
-    return {rank: (shared[rank], rank not in home) for rank in candidates}
+class _Candidates:
+    """The ranks for a further copy: first those in fewest failure domains of the other copies, of them the holders."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._inside: dict[int, list[int]] = {}
+        """Innermost domain → its ranks."""
+        for rank, domain in rules.domains.items():
+            self._inside.setdefault(domain, []).append(rank)
+        self.best = cache(self._best)
+
+    def _best(self, held: tuple[int, ...], home: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the best candidates for a block that the ranks ``held`` have and the ranks ``home`` compute."""
+        paths = [self._rules.path(rank) for rank in held if rank in self._rules.domains]
+        shared: dict[int, list[int]] = {}
+        for ranks in self._inside.values():
+            if free := [rank for rank in ranks if rank not in held]:
+                mine = self._rules.path(free[0])
+                most = max((shared_levels(mine, path) for path in paths), default=0)
+                shared.setdefault(most, []).extend(free)
+        least = shared[min(shared)] if shared else []
+        return tuple(frozenset(least).intersection(home)) or tuple(least)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.ownership import Placement, Rules, Transition, UnitGroup, initial, promote_only
 from megatron.elastic.state.redundancy import replenish, short_of_mirrors
+from tests.unit.calls import calls_in
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,20 @@ def test_all_survivors_send_and_receive_alike():
     received, sent = Counter(change.rank for change in adds), Counter(change.source for change in adds)
     assert len(adds) == 14
     assert max(received.values()) <= 3 and max(sent.values()) <= 4
+
+
+def test_the_work_for_a_copy_does_not_grow_with_the_number_of_ranks():
+    """A node of 8 ranks is lost, and all its blocks are short of a copy."""
+
+    def calls_a_copy(stages: int) -> float:
+        job, lost = Job(stages, 32, 8, 1, 512), list(range(8))
+        after, living, gone = job.without(initial(job.groups(list(job.ranks)), job.rules(list(job.ranks))), lost)
+        groups, rules = job.groups(living), job.rules(living)
+        assert gone == ()
+        missing = len(replenish(after, groups, rules)[1])
+        once_a_block = 3 * len(after.copies)
+        return (calls_in(lambda: replenish(after, groups, rules)) - once_a_block) / missing
+
+    few, many = calls_a_copy(2), calls_a_copy(16)
+    print(f"{few:.0f} calls a copy with 64 ranks, {many:.0f} with 512")
+    assert many < 4 * few
