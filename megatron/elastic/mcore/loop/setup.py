@@ -41,6 +41,7 @@ from megatron.elastic.mcore.args.settings import (
 )
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
+from megatron.elastic.mcore.checkpoint.other_model import other_model_named
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.checkpoint.verifying import verified
@@ -225,6 +226,7 @@ class Setup:
                 verified(args, links.fabric, lambda line: print(line, flush=True)) as manifest,
                 without_holes(links.fabric, topology.slots),
                 unreadable_named(flag, folder),
+                other_model_named(flag, folder, args),
             ):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                     model, self._optimizer, scheduler, checkpointing_context=context
