@@ -45,6 +45,12 @@ MOMENTS = (
     Moment("prelude", r"Megatron flags", held("before_step", 1)),
     Moment("step", r"iteration +2/", held("mid_forward", 3)),
     Moment("evaluation", r"iteration +2/", held("in_evaluate", 2), ("--eval-interval", "2", "--eval-iters", "1")),
+    Moment(
+        "long evaluation",
+        r"iteration +2/",
+        "delay:step=2,count=0,point=in_evaluate,seconds=1",
+        ("--eval-interval", "2", "--eval-iters", "600", "--train-iters", "10"),
+    ),
     Moment("save", r"saving checkpoint at iteration +2", held("in_save", 2), ("--save-interval", "2")),
     Moment(
         "recovery",
@@ -54,6 +60,8 @@ MOMENTS = (
     ),
     Moment("joiner", r"lost rank 1", "kill:rank=1,step=2,point=mid_forward", last=200),
 )
+QUICK = ("long evaluation", "joiner")
+"""Moments in each run of the tests, the others in long ones."""
 
 
 def children(pid: int) -> list[int]:
@@ -97,7 +105,10 @@ def drain_at(folder: Path, moment: Moment, world: int = 4, pipeline: int = 2) ->
 
 @pytest.mark.parametrize(
     "moment",
-    [pytest.param(m, id=m.name, marks=() if m.name == "joiner" else pytest.mark.slow) for m in MOMENTS],
+    [
+        pytest.param(m, id=m.name, marks=() if m.name in ("joiner", "long evaluation") else pytest.mark.slow)
+        for m in MOMENTS
+    ],
 )
 def test_sigterm_drains_at_the_next_boundary(tmp_path: Path, moment: Moment) -> None:
     drain_at(tmp_path, moment)

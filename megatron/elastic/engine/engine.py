@@ -42,6 +42,7 @@ from megatron.elastic.engine.transaction.boundary import Boundary
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.commit import StepCommit
 from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.early_end import EarlyEnd, Reasons
 from megatron.elastic.engine.transaction.fence import Fence, Program
 from megatron.elastic.engine.transaction.join import JoinState
 from megatron.elastic.engine.transaction.listener import Stepped
@@ -234,29 +235,40 @@ class Engine:
         return self._fence.run(settled if reads_parameters else body, together)
 
     def evaluate(
-        self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
-    ) -> dict[str, tuple[float, float]]:
-        """Run whole batches of one size forward only; return the loss function's sums: name → (total, count)."""
+        self,
+        forward_step: ForwardStep,
+        source: SampleSource | None,
+        addresses: Sequence[StepAddress],
+        ends: Reasons = MappingProxyType({}),
+    ) -> dict[str, tuple[float, float]] | str:
+        """Run whole batches of one size forward only; return the loss function's sums: name → (total, count).
+
+        Returns the name of a reason in ``ends`` instead if all ranks left a long evaluation for it.
+        """
         sizes = {address.size for address in addresses}
         if len(sizes) > 1:
             raise ValueError(f"batches of {sorted(sizes)} samples are to be evaluated together")
 
-        def body() -> dict[str, tuple[float, float]]:
+        def body() -> dict[str, tuple[float, float]] | str:
             for size in sizes:
                 self.context.view = self.views.sized(self.view, size)
             self.tools.interface.train(False)
             try:
                 return self._reported(
-                    [StepInput(number, address, forward_step, source) for number, address in enumerate(addresses)]
+                    [StepInput(number, address, forward_step, source) for number, address in enumerate(addresses)], ends
                 )
             finally:
                 self.tools.interface.train(True)
 
         return self.fenced(body)
 
-    def _reported(self, batches: Sequence[StepInput]) -> dict[str, tuple[float, float]]:
+    def _reported(self, batches: Sequence[StepInput], ends: Reasons) -> dict[str, tuple[float, float]] | str:
         at, tally = self.context, Tally()
-        for batch in batches:
+        early = EarlyEnd(at.tools.fabric, at.tools.threads.monotonic, ends, len(batches))
+        for done, batch in enumerate(batches):
+            why = early.reason(done)
+            if why:
+                return why
             at.tools.reach("in_evaluate", at.record.version)
             result = at.body.compute(batch, at.record, training=False)
             if at.view.leads:

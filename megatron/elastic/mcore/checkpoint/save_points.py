@@ -129,6 +129,11 @@ class Checkpoints:
         save = get_args().save
         if save and not self._regular():
             self._save_here()
+        return self.end(iteration)
+
+    def end(self, iteration: int) -> tuple[int, str]:
+        """Finish the save under way, if any; return exit code and last line of a job that ends at ``iteration``."""
+        save = get_args().save
         self._complete_all()
         if self.unsaved:
             return ExitCode.STATE_LOST, f"drained at iteration {iteration}, which could not be saved: {self.unsaved}"

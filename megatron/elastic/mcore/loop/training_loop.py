@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-from megatron.training import get_args
+from megatron.training import get_args, training
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.exits import ExitCode
@@ -31,6 +32,10 @@ from megatron.elastic.mcore.model import delayed_scales, vocabulary_range
 from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
 
 __all__ = ["TrainingLoop", "patches"]
+
+_DRAIN, _TIME = "drain", "time"
+_WHY = {_DRAIN: "the job was asked to end", _TIME: "--exit-duration-in-mins is over"}
+"""Reason for which all ranks leave a long evaluation → words for it."""
 
 
 def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
@@ -50,6 +55,9 @@ class TrainingLoop:
         self._evaluated: list[tuple[Any, None, bool]] = []
         """Results of sets that Megatron's function asks for next, in its order."""
         self._begun = False
+        self._in_loop = False
+        """True while a further step follows an evaluation, or a boundary at which the job can end."""
+        self._ends = {_DRAIN: lambda: self._engine.agreement.membership.pending().drain, _TIME: _time_is_up}
 
     @property
     def _engine(self) -> Engine:
@@ -108,7 +116,10 @@ class TrainingLoop:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             self._begin(call["forward_step_func"], _of_chunks(call["train_data_iterator"]))
-            return original(**call)
+            self._in_loop = True
+            result = original(**call)
+            self._in_loop = False
+            return result
 
         return replacement
 
@@ -190,18 +201,24 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             if self._evaluated:
                 return self._evaluated.pop(0)
-            return self._results(call["forward_step_func"], _of_chunks(call["data_iterator"]))
+            result = self._results(call["forward_step_func"], _of_chunks(call["data_iterator"]))
+            return (None, None, True) if result is None else result
 
         return replacement
 
-    def _results(self, forward_step: ForwardStep, reading: EvaluatedSet) -> tuple[Any, None, bool]:
-        """Evaluate a set; return what Megatron's ``evaluate`` does."""
+    def _results(self, forward_step: ForwardStep, reading: EvaluatedSet) -> tuple[Any, None, bool] | None:
+        """Evaluate a set; return what Megatron's ``evaluate`` does, ``None`` if it was left because the job ends."""
         settings = get_args()
         self._begin(forward_step, reading.source)
         size, first = batch_size(settings), reading.first()
         addresses = [StepAddress(first + number * size, size) for number in range(reading.batches)]
-        sums = self._engine.evaluate(forward_step, reading.source, addresses)
-        settings.consumed_valid_samples += len(addresses) * size
+        sums = self._engine.evaluate(forward_step, reading.source, addresses, self._ends)
+        settings.consumed_valid_samples += len(addresses) * size  # the next one reads as if this one had ended
+        if isinstance(sums, str):
+            self._setup.notice(f"an evaluation is left without a result: {_WHY[sums]}")
+            if sums == _DRAIN and not self._in_loop:
+                self._shutdown.leave(*self._checkpoints.end(int(self._engine.record.version)))
+            return None
         return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
 
     def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +227,12 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             call["data_iterator"] = sets = _of_chunks(call["data_iterator"])
             # All sets are evaluated before Megatron's function looks for this rank's writers: a loss may change these.
-            found = [self._results(call["forward_step_func"], one) for one in each_of(sets)]
+            found = []
+            for one in each_of(sets):
+                result = self._results(call["forward_step_func"], one)
+                if result is None:
+                    return
+                found.append(result)
 
             def body() -> None:
                 self._evaluated = list(found)
@@ -292,6 +314,12 @@ class TrainingLoop:
             return result
 
         return replacement
+
+
+def _time_is_up() -> bool:
+    """Return whether ``--exit-duration-in-mins`` are over on this rank."""
+    minutes = get_args().exit_duration_in_mins
+    return bool(minutes) and time.time() - training._TRAIN_START_TIME > 60.0 * minutes
 
 
 def _computes_nothing(*_: Any) -> Any:
