@@ -25,12 +25,26 @@ TRACKER = "latest_checkpointed_iteration.txt"
 )
 def test_the_tracker_names_the_step_to_go_back_to(tmp_path: Path, written: str, step: int | None) -> None:
     (tmp_path / TRACKER).write_text(written)
-    assert step_to_go_back_to(SimpleNamespace(load=str(tmp_path))) == step
+    assert step_to_go_back_to(loading(tmp_path)) == step
+
+
+def loading(folder: Path | None, **flags: Any) -> SimpleNamespace:
+    """Arguments of a job that loads from ``folder``."""
+    load = None if folder is None else str(folder)
+    unset = {"finetune": False, "ckpt_step": None, "pretrained_checkpoint": None}
+    return SimpleNamespace(**{"load": load} | unset | flags)
 
 
 def test_without_a_checkpoint_there_is_no_step_to_go_back_to(tmp_path: Path) -> None:
-    assert step_to_go_back_to(SimpleNamespace(load=None)) is None
-    assert step_to_go_back_to(SimpleNamespace(load=str(tmp_path))) is None
+    assert step_to_go_back_to(loading(None)) is None
+    assert step_to_go_back_to(loading(tmp_path)) is None
+
+
+def test_flags_that_load_another_step_or_count_anew_are_honoured(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("120")
+    assert step_to_go_back_to(loading(tmp_path, ckpt_step=40)) == 40
+    assert step_to_go_back_to(loading(tmp_path, finetune=True)) == 0
+    assert step_to_go_back_to(loading(tmp_path, finetune=True, pretrained_checkpoint="elsewhere")) == 120
 
 
 class Saves:

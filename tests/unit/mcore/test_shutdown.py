@@ -38,7 +38,8 @@ class Process:
         self.events = folder / "events"
         if saved is not None:
             (folder / "latest_checkpointed_iteration.txt").write_text(saved)
-        patch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(load=str(folder)))
+        unset = {"finetune": False, "ckpt_step": None, "pretrained_checkpoint": None}
+        patch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(load=str(folder), **unset))
         patch.setattr(os, "_exit", self._exit)
         membership = SimpleNamespace(
             finish=lambda code: self.told.append(("finish", code)),

@@ -34,16 +34,18 @@ T = TypeVar("T")
 
 
 def step_to_go_back_to(args: Any) -> int | None:
-    """Return the step of the checkpoint in ``--load`` from which a restarted job would begin; None without one."""
+    """Return the step at which a restarted job would begin with the checkpoint in ``--load``; None without one."""
     if not args.load:
         return None
     try:
         named = Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
     except OSError:
         return None
-    if named == "release":
-        return 0  # a release checkpoint has no step number
-    return int(named) if named.isdecimal() else None
+    if named != "release" and not named.isdecimal():
+        return None
+    if named == "release" or (args.finetune and args.pretrained_checkpoint is None):
+        return 0  # Megatron counts steps anew; it sets ``finetune`` itself after it took --pretrained-checkpoint
+    return int(args.ckpt_step or named)
 
 
 class Checkpoints:
