@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._closed, self._closing = False, threading.RLock()  # a signal may come while the loop's thread has it
         self._running = False
         self._signal_handlers: dict[int, Callable[[int], None]] = {}
 
@@ -77,9 +79,11 @@ class Loop:
         self.after(seconds, again)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the loop's thread make ``call``; from any thread."""
-        self._calls.append(call)
-        os.eventfd_write(self._wake, 1)
+        """Have the loop's thread make ``call``; from any thread. Without effect once the loop is closed."""
+        with self._closing:
+            if not self._closed:
+                self._calls.append(call)
+                os.eventfd_write(self._wake, 1)
 
     def on_signal(self, number: int, handler: Callable[[int], None]) -> None:
         """Handle a signal on the loop (main thread only)."""
@@ -109,6 +113,8 @@ class Loop:
                 heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Give back descriptors."""
-        self._epoll.close()
-        os.close(self._wake)
+        """Give back descriptors. Threads may still post."""
+        with self._closing:
+            self._closed = True
+            self._epoll.close()
+            os.close(self._wake)
