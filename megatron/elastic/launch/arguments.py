@@ -22,7 +22,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
-from megatron.elastic.launch.cluster import NodePlace, derive
+from megatron.elastic.launch.cluster import RENDEZVOUS_OPTIONS, NodePlace, derive, without_brackets
 from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret, web_token, webhook_url
 from megatron.elastic.launch.settings import cell_size, elastic_settings, exit_signal, without_webhook
@@ -182,6 +182,8 @@ def _settings(args: argparse.Namespace) -> ElasticConfig:
 def _warn_of_unused(args: argparse.Namespace) -> None:
     """torchrun options that tune what this launcher does in its own way: accepted, with one line."""
     changed = [flag for flag, default in _UNUSED.items() if getattr(args, flag[2:].replace("-", "_")) != default]
+    keys = [item.partition("=")[0] for item in args.rdzv_conf.split(",")]
+    changed += [f"--rdzv-conf {key}" for key in keys if key and key not in RENDEZVOUS_OPTIONS]
     if changed:
         print(
             f"[launch] options of torchrun without effect here, ignored: {', '.join(changed)}",
@@ -216,7 +218,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         workers=workers,
         master_addr=place.master_addr,
         master_port=place.master_port,
-        local_addr=args.local_addr or socket.gethostname(),
+        local_addr=without_brackets(args.local_addr or "") or socket.gethostname(),
         local_addr_given=bool(args.local_addr),
         domain=domain_of(settings.domain, environ),
         rendezvous_timeout=place.timeout,
@@ -272,7 +274,10 @@ def _run_id(args: argparse.Namespace, place: NodePlace) -> str:
 
 
 def _workers(nproc_per_node: str) -> int:
-    count = int(determine_local_world_size(nproc_per_node))
+    try:
+        count = int(determine_local_world_size(nproc_per_node))
+    except ValueError as error:
+        raise ValueError(f"--nproc-per-node {nproc_per_node}: {error}") from None
     if count < 1:
         raise ValueError(f"--nproc-per-node must be 1 or more, got {nproc_per_node}")
     return count

@@ -17,8 +17,10 @@ from torch.distributed.run import parse_min_max_nnodes
 from megatron.elastic.config import LONGEST_SECONDS
 from megatron.elastic.control.etcd import Etcd
 
-__all__ = ["NodePlace", "derive", "first_host"]
+__all__ = ["RENDEZVOUS_OPTIONS", "NodePlace", "derive", "first_host", "without_brackets"]
 
+RENDEZVOUS_OPTIONS = ("join_timeout", "timeout", "protocol", "ca_cert", "ssl_cert", "ssl_cert_key")
+"""The keys of ``--rdzv-conf`` that are read."""
 _DEFAULT_PORT = 29500
 
 
@@ -47,7 +49,7 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:
     timeout = _rendezvous_timeout(options)
     if args.standalone:
         return NodePlace(0, 1, 1, "127.0.0.1", 0, timeout)
-    least, nodes = parse_min_max_nnodes(args.nnodes)
+    least, nodes = _node_counts(args.nnodes)
     if args.rdzv_backend not in ("static", "c10d", "etcd"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static, c10d or etcd")
     etcd = Etcd.parse(args.rdzv_endpoint, options, environ) if args.rdzv_backend == "etcd" else None
@@ -75,7 +77,25 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:
     if not 0 <= port < 1 << 16 or (port == 0 and nodes > 1):
         at_least = 0 if nodes == 1 else 1
         raise ValueError(f"--master-port (--rdzv-endpoint) takes a port from {at_least} to 65535, got {port}")
-    return NodePlace(node, nodes, least, host or args.master_addr, port, timeout, run_id, etcd)
+    return NodePlace(node, nodes, least, host or without_brackets(args.master_addr), port, timeout, run_id, etcd)
+
+
+def _node_counts(text: str) -> tuple[int, int]:
+    """Nodes of the launch, and the most that there may be."""
+    try:
+        least, nodes = parse_min_max_nnodes(text)
+    except (ValueError, RuntimeError):
+        least, nodes = 0, 0
+    if not 1 <= least <= nodes:
+        raise ValueError(
+            f"--nnodes takes a number of nodes, or MIN:MAX with MIN at least 1 and MAX not less, got {text!r}"
+        )
+    return least, nodes
+
+
+def without_brackets(host: str) -> str:
+    """The IPv6 address in ``[ADDRESS]``; any other host as it is."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def first_host(nodelist: str) -> str:
@@ -103,15 +123,18 @@ def _endpoint(args: argparse.Namespace) -> tuple[str | None, int | None]:
     """Host and port of the first agent as far as flags say."""
     endpoint = args.rdzv_endpoint
     if not endpoint:
-        host = args.master_addr if args.master_addr != "127.0.0.1" else None
+        host = without_brackets(args.master_addr) if args.master_addr != "127.0.0.1" else None
         return host, int(args.master_port) if args.master_port is not None else None
     host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", "")
-    return host.strip("[]"), int(port) if port else None
+    return without_brackets(host), int(port) if port else None
 
 
 def _rendezvous_options(args: argparse.Namespace) -> dict[str, str]:
     """``--rdzv-conf``: KEY=VALUE[,KEY=VALUE…]."""
-    return dict(item.partition("=")[::2] for item in args.rdzv_conf.split(",") if item)
+    items = [item.partition("=") for item in args.rdzv_conf.split(",") if item]
+    if not all(key and value for key, _, value in items):
+        raise ValueError(f"--rdzv-conf takes KEY=VALUE[,KEY=VALUE…], got {args.rdzv_conf!r}")
+    return {key: value for key, _, value in items}
 
 
 def _rendezvous_timeout(options: Mapping[str, str]) -> float:

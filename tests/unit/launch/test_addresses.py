@@ -53,3 +53,10 @@ def test_loopback_addresses_among_others_are_refused_by_naming_the_node_and_the_
     with pytest.raises(BadCommand, match=r"node 1 announces the loopback address ::1.*node 1 with --local-addr") as one:
         check_reachable({0: "10.77.0.1", 1: "::1"})
     assert "\n" not in str(one.value)
+
+
+def test_a_name_that_cannot_be_resolved_is_named_with_its_flag() -> None:
+    with pytest.raises(BadCommand, match=r"--master-addr \(--rdzv-endpoint\) no-such\.invalid cannot be resolved"):
+        own_address(job("--master-addr", "no-such.invalid"))
+    with pytest.raises(BadCommand, match=r"--local-addr no-such\.invalid cannot be resolved"):
+        own_address(job("--master-addr", "127.0.0.1", "--local-addr", "no-such.invalid"))

@@ -126,10 +126,11 @@ def test_a_wrong_value_names_the_flag() -> None:
 @pytest.mark.parametrize(
     ("argv", "flag"),
     [
-        (["--nnodes", "0", "S"], "nnodes"),
+        *((["--nnodes", text, "S"], "--nnodes takes .*got '") for text in ("0", "3:2", "0:2", "1:2:3", "x", "", "2:")),
+        (["--rdzv-conf", "join_timeout", "S"], "--rdzv-conf takes KEY=VALUE"),
         (["--nnodes", "2", "--node-rank", "2", "S"], "--node-rank"),
         (["--nproc-per-node", "0", "S"], "--nproc-per-node"),
-        (["--nproc-per-node", "many", "S"], "nproc_per_node"),
+        (["--nproc-per-node", "many", "S"], "--nproc-per-node many"),
         (["--rdzv-backend", "zookeeper", "S"], "--rdzv-backend"),
         (["--rdzv-backend", "etcd", "S"], "--rdzv-endpoint"),
         (["--rdzv-backend", "etcd", "--rdzv-endpoint", "e:2379", "S"], "--rdzv-id"),
@@ -241,6 +242,19 @@ def test_c10d_leaves_the_node_number_to_the_rendezvous(script: str) -> None:
     argv = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "[::1]:99", script]
     place = derive(build_parser().parse_args(argv), {})
     assert (place.node, place.master_addr, place.master_port) == (None, "::1", 99)
+
+
+@pytest.mark.parametrize("given", ["[fd00::2]", "fd00::2"])
+def test_an_ipv6_address_may_stand_in_brackets(script: str, given: str) -> None:
+    argv = ["--nnodes", "2", "--master-addr", given, "--local-addr", given, script]
+    job = parse(argv, {env.SECRET: "ab" * 16})
+    assert (job.master_addr, job.local_addr) == ("fd00::2", "fd00::2")
+
+
+def test_options_of_the_rendezvous_that_are_not_read_are_named(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(["--rdzv-conf", "join_timeout=9,last_call_timeout=3", script], {})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("ignored: --rdzv-conf last_call_timeout")
 
 
 def test_standalone_takes_any_port(script: str) -> None:

@@ -34,6 +34,13 @@ def own_address(job: JobSpec) -> str:
         if job.local_addr_given:
             return str(socket.getaddrinfo(job.local_addr, 0, type=socket.SOCK_STREAM)[0][4][0])
         found = _source(job.master_addr)
+    except socket.gaierror as error:
+        given = (
+            f"--local-addr {job.local_addr}"
+            if job.local_addr_given
+            else f"--master-addr (--rdzv-endpoint) {job.master_addr}"
+        )
+        raise BadCommand(f"{given} cannot be resolved ({error.strerror}): correct it, or add it to the DNS") from None
     except OSError as error:
         raise BadCommand(f"the address of this node cannot be found ({error}): give it with --local-addr") from None
     if is_loopback(found) and not is_loopback(job.master_addr):
