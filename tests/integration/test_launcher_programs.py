@@ -133,12 +133,26 @@ dist.all_reduce(t)
 say("sum", value=t.tolist())
 dist.destroy_process_group()
 """
-    done = run(["--nproc-per-node", "3", *write(tmp_path, body)])
+    far = ("--master-addr", "192.0.2.77")  # as a script that gives one node's own name: the store is served on loopback
+    done = run(["--nproc-per-node", "3", *far, *write(tmp_path, body)])
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["value"] for line in done.stdout.splitlines()] == [[3.0, 3.0, 3.0]] * 3
 
 
-def test_a_gloo_job_written_for_torchrun_runs_on_two_nodes(tmp_path: Path) -> None:
+def ipv6_is_here() -> bool:
+    """Whether this machine has IPv6's loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+NO_IPV6 = pytest.mark.skipif(not ipv6_is_here(), reason="no IPv6 on this machine")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=NO_IPV6)])
+def test_a_gloo_job_written_for_torchrun_runs_on_two_nodes(tmp_path: Path, host: str) -> None:
     body = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -147,7 +161,7 @@ dist.all_reduce(t)
 say("sum", value=t.tolist())
 dist.destroy_process_group()
 """
-    with cluster(1, nodes=2, command=write(tmp_path, body)) as job:
+    with cluster(1, nodes=2, command=write(tmp_path, body), options=("--master-addr", host)) as job:
         assert [job.exit_code(node) for node in (0, 1)] == [0, 0], job.text()
         job.wait(lambda: len(job.of("sum")) == 2, "both have said their sum")
         assert [event["value"] for event in job.of("sum")] == [[1.0, 1.0, 1.0]] * 2

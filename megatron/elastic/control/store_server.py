@@ -44,7 +44,7 @@ from megatron.elastic.control.store_messages import (
 )
 from megatron.elastic.control.wire import ProtocolError
 
-__all__ = ["PURPOSE", "ServedStore", "StoreServer", "serve"]
+__all__ = ["PURPOSE", "ServedStore", "StoreServer", "listen", "serve"]
 
 PURPOSE = "store"
 _LOOPBACK = "127.0.0.1"
@@ -62,13 +62,14 @@ _SILENT_SECONDS = 30
 def serve(host: str, port: int, credentials: Credentials) -> ServedStore:
     """Serve at ``port`` (0: any free one) of ``host`` ("": all addresses). Raises :class:`StoreLost`."""
     try:
-        listener = _listen(host, port)
+        listener = listen(host, port)
     except (OSError, OverflowError) as error:
         raise StoreLost(str(error)) from None
     return ServedStore(Keys(), listener, credentials)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at ``port`` (0: any free one) of ``host``; "": all addresses, of IPv4 and IPv6. Raises ``OSError``."""
     if not host and socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)

@@ -27,6 +27,7 @@ from typing import Annotated
 import msgspec
 
 from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.store_server import listen
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.agent_place import AgentPlace
 
@@ -93,7 +94,7 @@ class Presence:
         """
         if self._place.node == 0:
             if self._listener is None:
-                self._listener = self._listen(host)
+                self._listener = self._listen()
             there = _Listener(address, self._listener.getsockname()[1])
             threading.Thread(target=self._announce, args=(there,), name="presence", daemon=True).start()
         elif not self._calling:
@@ -104,9 +105,8 @@ class Presence:
 
     # -- the first agent ------------------------------------------------------------
 
-    def _listen(self, host: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family)
+    def _listen(self) -> socket.socket:
+        listener = listen("", 0)
         listener.setblocking(False)
         self._loop.watch(listener.fileno(), self._accept)
         return listener

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,7 @@ from megatron.elastic.control.journal import Signer
 from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.store_client import ReachedStore, reach
-from megatron.elastic.control.store_server import ServedStore, serve
+from megatron.elastic.control.store_server import ServedStore, listen, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.addresses import LOOPBACK, check_reachable, is_local, is_loopback, own_address
@@ -143,7 +142,8 @@ def _meet(job: JobSpec, starting: Starting) -> JobMembers:
         arguments[number] = card.arguments
         cards.append(_digest(found))
         if number == 0:
-            first = (job.master_addr if job.etcd is None else card.address), card.port
+            told = job.etcd is None and job.nodes > 1  # one node is reached at the address that it announces
+            first = (job.master_addr if told else card.address), card.port
     try:
         check_reachable(addresses)
     except BadCommand:
@@ -202,7 +202,7 @@ def _serve_programs(job: JobSpec, store: Store) -> TCPStore | None:
         return None
     port = job.master_port if job.nodes == 1 else 0
     try:
-        listener = socket.create_server((LOOPBACK if job.nodes == 1 else "", port), backlog=128)
+        listener = listen(LOOPBACK if job.nodes == 1 else "", port)
     except OSError as error:
         raise BadCommand(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
     found = int(listener.getsockname()[1])
@@ -210,7 +210,14 @@ def _serve_programs(job: JobSpec, store: Store) -> TCPStore | None:
 
 
 def _meeting_point(store: Store, job: JobSpec) -> str:
-    return f"through {store.keeper}" if job.etcd is not None else f"at {job.master_addr}:{job.master_port}"
+    return f"through {store.keeper}" if job.etcd is not None else f"at {_first_agent(job)}"
+
+
+def _first_agent(job: JobSpec) -> str:
+    """The place of the store that the first agent serves, as it is written in a URL."""
+    return (
+        f"[{job.master_addr}]:{job.master_port}" if ":" in job.master_addr else f"{job.master_addr}:{job.master_port}"
+    )
 
 
 def _host(job: JobSpec, node: int) -> str:
@@ -319,11 +326,11 @@ def _open_store(job: JobSpec, starting: Starting) -> Store:
         with suppress(BadCommand):  # another agent of this machine was first
             return _serve(host, job.master_port, credentials)
     try:
-        with starting.waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
+        with starting.waiting_for(f"the first agent (node 0) at {_first_agent(job)}"):
             return reach(host, job.master_port, credentials, job.rendezvous_timeout, timing.lease, timing.patience)
     except StoreLost as error:
         raise BadCommand(
-            f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s ({error}): check "
+            f"no first agent at {_first_agent(job)} within {job.rendezvous_timeout:.0f} s ({error}): check "
             f"--master-addr, --master-port (or --rdzv-endpoint), --rdzv-id and {env.SECRET}"
         ) from None
 
