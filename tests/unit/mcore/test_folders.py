@@ -14,8 +14,9 @@ from megatron.elastic.mcore.args.folders import check_folders, why_not_writable
 
 
 def folders(**given: Any) -> Namespace:
-    base = dict.fromkeys(("save", "load", "tensorboard_dir", "pretrained_checkpoint", "elastic_event_log"))
-    return Namespace(**{**base, "elastic": True, **given})
+    names = ("save", "load", "tensorboard_dir", "pretrained_checkpoint", "elastic_event_log", "data_cache_path")
+    more = {"elastic": True, "rank": 0, "mock_data": False, "ckpt_step": None, "exit_on_missing_checkpoint": False}
+    return Namespace(**{**dict.fromkeys(names), **more, **given})
 
 
 def tracked(folder: Path, text: str, *numbers: int) -> str:
@@ -48,7 +49,51 @@ def test_a_link_to_nowhere_is_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["0", "17", " 17\n", "release"])
 def test_a_tracker_file_that_names_a_checkpoint_passes(tmp_path: Path, text: str) -> None:
-    check_folders(folders(load=tracked(tmp_path, text)), {})
+    check_folders(folders(load=tracked(tmp_path, text, 0, 17)), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, False),  # step 4 is loaded instead
+        ({"elastic": False}, True),
+        ({"ckpt_step": 4}, False),
+        ({"ckpt_step": 30}, False),
+        ({"ckpt_step": 5}, True),
+        ({"ckpt_step": 5, "elastic": False}, True),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_refused_unless_an_older_one_is_taken(
+    tmp_path: Path, given: dict[str, Any], refused: bool
+) -> None:
+    args = folders(load=tracked(tmp_path, "17", 4, 30), **given)
+    if not refused:
+        check_folders(args, {})
+        return
+    step = f"--ckpt-step {args.ckpt_step}" if args.ckpt_step else "latest_checkpointed_iteration.txt names step 17"
+    with pytest.raises(BadInput, match=rf"--load .*: {step}, which is not there \(there are: 30, 4\)"):
+        check_folders(args, {})
+
+
+def test_a_tracker_file_with_newer_checkpoints_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="names step 17, which is not there"):
+        check_folders(folders(load=tracked(tmp_path, "17", 30)), {})
+
+
+def test_a_missing_checkpoint_that_is_asked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--exit-on-missing-checkpoint asks for one"):
+        check_folders(folders(load=str(tmp_path), exit_on_missing_checkpoint=True), {})
+
+
+def test_indices_of_the_data_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
+    beside = folders(data_path=["/proc/data"])
+    with pytest.raises(BadInput, match=r"--data-path /proc/data: indices .* give --data-cache-path"):
+        check_folders(beside, {})
+    with pytest.raises(BadInput, match="--data-cache-path /proc/x cannot be made"):
+        check_folders(folders(data_path=["/proc/data"], data_cache_path="/proc/x"), {})
+    check_folders(folders(data_path=["/proc/data"], data_cache_path=str(tmp_path / "to/be")), {})
+    check_folders(folders(data_path=["/proc/data"], rank=1), {})
+    check_folders(folders(data_path=["/proc/data"], mock_data=True), {})
 
 
 @pytest.mark.parametrize("text", ["abc", "", "-3", "1.5", "17\n18"])

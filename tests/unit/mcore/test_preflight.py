@@ -169,6 +169,11 @@ def test_a_share_without_documents_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         check_data(data(data_path=[path], split="none"))
     one_line(caught, "--split none", "949,50,1")
+    elastic = {"elastic": True, "skip_train": False, "full_validation": False}
+    check_data(data(data_path=[path], split="1,0,0", eval_iters=0, **elastic))
+    with pytest.raises(BadInput) as caught:
+        check_data(data(data_path=[path], split="1,0,0", eval_iters=2, **elastic))
+    one_line(caught, "--split 1,0,0 leaves nothing for validation", "--eval-iters 2")
     write_dataset(tmp_path / "empty", [0])
     with pytest.raises(BadInput) as caught:
         check_data(data(valid_data_path=[str(tmp_path / "empty")]))

@@ -14,10 +14,12 @@ import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.preflight import data_prefixes
 
 __all__ = ["check_folders", "why_not_writable"]
 
@@ -30,7 +32,7 @@ def check_folders(args: Namespace, environ: Mapping[str, str] = os.environ) -> N
     """Raise one :class:`BadInput` for all folders of ``args`` that cannot be read or written as required."""
     if environ.get(env.NEWCOMER) == "1" or environ.get(env.INCARNATION, "0") != "0":
         return
-    faults = (*_unwritable(args), *_untracked(args))
+    faults = (*_unwritable(args), *_uncached(args), *_untracked(args))
     if faults:
         raise BadInput(*faults)
 
@@ -45,6 +47,27 @@ def _unwritable(args: Namespace) -> Iterator[str]:
         why = why_not_writable(Path(folder)) if folder and "://" not in folder else ""
         if why:
             yield f"{flag} {folder} cannot be written to ({why}): give another folder, or change its permissions"
+
+
+def _uncached(args: Namespace) -> Iterator[str]:
+    """Yield folders for indices of the data that rank 0 would have to make and cannot. Others may be complete."""
+    if args.rank != 0 or args.mock_data or getattr(args, "sft", False):
+        return
+    if args.data_cache_path:
+        why = _why_not_made(Path(args.data_cache_path))
+        if why:
+            yield f"--data-cache-path {args.data_cache_path} cannot be made ({why}): give another folder"
+        return
+    with suppress(BadInput):  # the check of the data tells it
+        for flag, prefix in data_prefixes(args):
+            why = "" if "://" in prefix else _why_not_made(Path(prefix) / "cache")
+            if why:
+                yield f"{flag} {prefix}: indices of the data cannot be kept beside it ({why}): give --data-cache-path"
+
+
+def _why_not_made(folder: Path) -> str:
+    """Return why a folder that is not there cannot be made; empty if it is there or can be made."""
+    return "" if folder.is_dir() else why_not_writable(folder)
 
 
 def why_not_writable(folder: Path) -> str:
@@ -73,8 +96,10 @@ def _untracked(args: Namespace) -> Iterator[str]:
         tracker = Path(folder) / _TRACKER
         try:
             named = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            continue  # Megatron starts from the beginning, or refuses (--exit-on-missing-checkpoint)
+        except FileNotFoundError:  # else Megatron starts from the beginning
+            if args.elastic and args.exit_on_missing_checkpoint and args.pretrained_checkpoint is None:
+                yield f"{flag} {folder}: no checkpoint is there, and --exit-on-missing-checkpoint asks for one"
+            continue
         except OSError as error:
             yield f"{flag} {folder}: {tracker} cannot be read ({error.strerror}): change its permissions"
             continue
@@ -83,9 +108,25 @@ def _untracked(args: Namespace) -> Iterator[str]:
                 f"{flag} {folder}: {tracker.name} holds {named[:40]!r}, not the number of a checkpoint: write one "
                 f"into it (there are: {_present(Path(folder))}), or give another folder"
             )
+        elif named != "release":
+            yield from _absent(args, flag, Path(folder), int(named))
+
+
+def _absent(args: Namespace, flag: str, folder: Path, named: int) -> Iterator[str]:
+    """Yield the checkpoint that would be loaded if it is not there. Elastic jobs may take an older one instead."""
+    step = args.ckpt_step or named
+    older = [number for number in _numbers(folder) if number <= named]
+    if (folder / f"iter_{step:07d}").is_dir() or (args.elastic and not args.ckpt_step and older):
+        return
+    said = f"--ckpt-step {step}" if args.ckpt_step else f"{_TRACKER} names step {step}"
+    yield f"{flag} {folder}: {said}, which is not there (there are: {_present(folder)}): choose another step or folder"
 
 
 def _present(folder: Path) -> str:
-    """Return the numbers of the checkpoints in ``folder``, newest first."""
+    """Return the numbers of the checkpoints in ``folder``, newest first, as a text."""
+    return ", ".join(str(number) for number in sorted(_numbers(folder), reverse=True)) or "none"
+
+
+def _numbers(folder: Path) -> list[int]:
     names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*") if path.is_dir()]
-    return ", ".join(str(number) for number in sorted((int(n) for n in names if n.isdecimal()), reverse=True)) or "none"
+    return [int(name) for name in names if name.isdecimal()]

@@ -292,7 +292,7 @@ def check_data(args: Namespace) -> None:
                 with faults.collecting():
                     sequences = check_index(flag, prefix)
                     if flag in ("--data-path", "--data-args-path"):
-                        _check_shares(getattr(args, "split", None), flag, prefix, sequences)
+                        _check_shares(args, flag, prefix, sequences)
     for flag in ("--vocab-file", "--merge-file"):
         path = getattr(args, flag[2:].replace("-", "_"), None)
         if path is not None and not Path(path).is_file():
@@ -300,8 +300,9 @@ def check_data(args: Namespace) -> None:
     faults.raise_if_any()
 
 
-def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> None:
+def _check_shares(args: Namespace, flag: str, prefix: str, sequences: int) -> None:
     """Check that every share of ``--split`` has data: Megatron would count the tokens of an empty one endlessly."""
+    split: str | None = getattr(args, "split", None)
     if split is None:
         return
     from megatron.core.datasets import blended_megatron_dataset_config as config
@@ -316,6 +317,8 @@ def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> 
                 f"--split {split} leaves none of the {sequences} documents of {flag} {prefix} for {name}: "
                 "give it 0 or a larger share, or more documents"
             )
+    if getattr(args, "elastic", False) and not args.skip_train:  # plain Megatron does not evaluate then
+        check_validation(args, shares[0], shares[1])
 
 
 def check_index(flag: str, prefix: str) -> int:
