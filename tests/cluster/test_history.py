@@ -30,9 +30,10 @@ TRACES = {11: "all ended", 12: "not undone"}
         "kill:rank=0,step=2,point=after_vote kill:rank=2,step=3,point=mid_gather",
         "dp2 steps=3 snapshot=state back=never kill:rank=1,step=2,point=mid_update",
         "pp2dp2 steps=4 heavy=on migrate_after=0 kill:rank=3,step=2,point=before_reduce drain:rank=0,step=3",
+        "dp4 steps=5 mirrors=2 verify_interval=1 flip:rank=2,step=2,point=before_vote,copy=mirror,tensor=exp_avg",
     ],
 )
-def test_runs_with_losses_tell_one_history(text: str) -> None:
+def test_runs_with_faults_tell_one_history(text: str) -> None:
     run_and_judge(text)
 
 

@@ -49,7 +49,7 @@ def check_copies(lines: Sequence[Line], lives: Mapping[Life, Sequence[Line]], fo
     homes = {line.fields["placement"]: line.fields["homes"] for line in votes if line.fields.get("homes")}
     for decided in _decisions(lives):
         _check_vote_again(decided, votes, homes, found)
-    _check_promises(lines, records, found)
+    _check_promises(lines, records, homes, found)
 
 
 def _check_in_time(line: Line, found: Verdict) -> None:
@@ -194,7 +194,11 @@ def _check_lost_state(own: Sequence[Line], records: Sequence[Line], found: Verdi
 # -- promises ----------------------------------------------------------------------------
 
 
-def _check_promises(lines: Sequence[Line], records: Sequence[Line], found: Verdict) -> None:
+def _check_promises(
+    lines: Sequence[Line], records: Sequence[Line], homes_of: Mapping[str, Sequence[Sequence[int]]], found: Verdict
+) -> None:
+    """``homes_of``: digest of a configuration that a vote named → ranks that hold all copies of some block."""
+    voted = {(line.generation, line.step): line.fields["placement"] for line in records if line.source == "vote"}
     named: dict[str, int] = {}
     for line in records:
         digest = str(line.fields.get("placement", ""))
@@ -207,7 +211,10 @@ def _check_promises(lines: Sequence[Line], records: Sequence[Line], found: Verdi
         if promised >= fewest:
             text = f"{line.life} says that any {promised} ranks can be lost, and some block has {fewest} copies"
             found.add("promise", text, line)
-        if named.get(line.fields["placement"], line.generation + 1) > line.generation:
+        # A copy whose memory has changed is dropped behind a vote that names it.
+        kept = homes_of.get(voted.get((line.generation, line.step), ""), ())
+        fewer = all(any(set(home) <= set(one) for one in kept) for home in homes)
+        if named.get(line.fields["placement"], line.generation + 1) > line.generation and not fewer:
             found.add("promise", f"{line.life} counts copies that neither a vote nor a decision named", line)
 
 

@@ -178,6 +178,16 @@ def test_a_promise_counts_copies_that_a_vote_has_named(facts: dict[str, Any], br
     assert logs.found() == ["promise"] * broken
 
 
+@pytest.mark.parametrize(("homes", "broken"), [([[0], [1, 2]], False), ([[0, 2], [1, 2]], True)], ids=str)
+def test_copies_that_were_dropped_for_changed_memory_behind_a_vote_are_no_unnamed_ones(
+    homes: list[list[int]], broken: bool
+) -> None:
+    logs = Logs()
+    logs.vote(0, 2, homes=[[0, 1], [1, 2, 3]])
+    logs.say(0, "tolerance", 1, step=2, ranks=0, placement="q", homes=homes)
+    assert logs.found() == ["promise"] * broken
+
+
 def test_a_log_without_facts_breaks_no_rule_of_copies() -> None:
     logs = Logs()
     logs.record(0, "start", 0, members=[0])
