@@ -66,10 +66,6 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--dataloader-type", {"dataloader_type": "external"}),
     ("--fim-data", {"fim_data": True}),
     ("--inprocess-restart", {"inprocess_restart": True}),
-    ("--qk-clip", {"qk_clip": True}),
-    ("--log-max-attention-logit", {"log_max_attention_logit": True}),
-    ("--save-wgrads-interval", {"save_wgrads_interval": 1}),
-    ("--save-dgrads-interval", {"save_dgrads_interval": 1}),
     ("--phase-transition-iterations", {"phase_transition_iterations": "3"}),
 ]
 

@@ -34,7 +34,6 @@ PLANS: Mapping[str, str] = {
     "replicas that start unequal": _NONE + "ranks take each other's samples over, so replicas are equal",
     "another fault-tolerance layer": _NONE + "each would restart what the other keeps",
     "reinforcement learning": "samples of a step kept by number until its commit",
-    "parts of Megatron's own step": "largest logits in the vote; clip their matrices with the owners' update",
     "phases of the data": "the first sample of a phase as a part of the step's address",
 }
 """Feature (:data:`~megatron.elastic.mcore.args.support.FEATURES`) → plan."""
