@@ -360,7 +360,9 @@ class RankProcess:
             self.results[iteration + 1], self.records[iteration + 1] = result, engine.record.digest
             if scenario.evaluate and (iteration + 1) % scenario.evaluate == 0:
                 batches = [StepAddress(1_000_000, rows)]
-                self.evaluations[iteration + 1] = engine.evaluate(forward_step, source, batches)
+                evaluated = engine.evaluate(forward_step, source, batches)
+                assert not isinstance(evaluated, str), "it has no reason to end early"
+                self.evaluations[iteration + 1] = evaluated
             program.fenced(self, iteration + 1)
             if engine.draining:
                 break

@@ -26,11 +26,11 @@ def ancestors(pid: int) -> list[int]:
     return [parent, *ancestors(parent)]
 
 
-def or_stop(commit: Callable[..., None], at: int) -> Callable[..., None]:
+def or_stop(commit: Callable[..., int], at: int) -> Callable[..., int]:
     """Megatron has written all it writes; the ``at``-th time the node stops first."""
     times = 0
 
-    def replacement(*args: Any) -> None:
+    def replacement(*args: Any) -> int:
         nonlocal times
         times += 1
         mine = os.environ["STOPPED_RANK"] == os.environ["RANK"] and os.environ[env.INCARNATION] == "0"
@@ -39,7 +39,7 @@ def or_stop(commit: Callable[..., None], at: int) -> Callable[..., None]:
             for launcher in reversed(ancestors(os.getpid())):
                 os.kill(launcher, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-        commit(*args)
+        return commit(*args)
 
     return replacement
 

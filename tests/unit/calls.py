@@ -6,6 +6,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 __all__ = ["calls_in", "lines_in"]
 
@@ -25,7 +29,7 @@ def lines_in(work: Callable[[], object]) -> int:
     """Return the number of lines of Python that ``work()`` runs on this thread; each turn of a loop counts."""
     count, before = 0, sys.gettrace()
 
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+    def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
         nonlocal count
         count += event == "line"
         return trace
