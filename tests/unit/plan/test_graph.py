@@ -277,3 +277,14 @@ def test_state_in_the_hosts_memory_takes_none_of_the_cells() -> None:
     assert candidate_shapes(topology, there)
     replicas = topology.replicas
     assert held_bytes(replicas, there)[0] == 2 * 4_000 < held_bytes(replicas, profile)[0]
+
+
+def test_a_pipeline_that_computes_far_more_than_its_share_has_the_memory_for_it() -> None:
+    """The damaged pipeline is by far the fastest: it computes all four micro-batches, three more than the others."""
+    unit = UnitCost(100, 200, 100, 0, 0, 10, 0)
+    topology = regular_topology(4, 5, 10, waves=1, memory_bytes=60)
+    slow = with_speeds(topology, dict.fromkeys(range(15), 1000))
+    profile = Profile((unit,) * 10, latency_ns=0)
+    plan = steady_plan(without_cells(slow, [15]), profile)
+    assert {piece.cell for piece in plan.pieces} == {16, 17, 18, 19}
+    validate_plan(plan, 10, profile)

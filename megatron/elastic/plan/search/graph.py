@@ -148,6 +148,7 @@ class _Search:
         self.even: dict[CellCapacity, dict[int, PipelineTime | None]] = {}
         self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[CellCapacity, ...]], tuple[PipelineTime, bool]]
         self.as_is = {}
+        self.present = frozenset(replica.segments for replica in topology.replicas)
         for replica in topology.replicas:
             self._sort_in(replica)
 
@@ -228,8 +229,8 @@ class _Search:
         return self.total * self.longest < (self.longest - 1) * len(self.places)
 
     def fits_memory(self, shape: Shape) -> bool:
-        """True if every cell fits with the micro-batches that its pipeline really computes."""
-        for pipeline in shape.pipelines:
+        """True if every cell of a pipeline that is cut anew fits with the micro-batches that it really computes."""
+        for pipeline in (one for one in shape.pipelines if one.segments not in self.present):
             stages = len(pipeline.segments)
             most = [stages if self.model.late_weights else stages - stage for stage in range(stages)]
             if not self._fit(pipeline.segments, [min(pipeline.quota, count) for count in most]):
@@ -371,8 +372,12 @@ def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions
     search = _Search(topology, profile, options)
     shapes = _generate(search, options)
     if search.few_microbatches():
-        hopeful = _Search(topology, profile, options, margin=-1)
-        shapes += [shape for shape in _generate(hopeful, options) if hopeful.fits_memory(shape)]
+        fitting = [shape for shape in shapes if search.fits_memory(shape)]
+        # Where cells differ in speed one pipeline may compute far more than its share of the micro-batches.
+        careful = [] if fitting == shapes else [_Search(topology, profile, options, margin=search.total)]
+        for other in (_Search(topology, profile, options, margin=-1), *careful):
+            fitting += [shape for shape in _generate(other, options) if other.fits_memory(shape)]
+        shapes = fitting
     if not shapes:
         raise PlanError("no shape of the living cells fits their memory")
     return sorted(shapes, key=lambda shape: shape.time_ns)
