@@ -1,6 +1,7 @@
 // Costs of units as prefix sums: units [first, end) cost sum[end] - sum[first].
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -19,10 +20,14 @@ struct Memory {
   std::int64_t bytes(int first, int end, std::int64_t in_flight) const {
     std::int64_t need = fixed[end] - fixed[first] + in_flight * (held[end] - held[first]);
     for (const auto& [one, other] : tied) {
-      if (first <= one && one < end && first <= other && other < end) need -= fixed[other + 1] - fixed[other];
+      // The weight is the smaller unit: the other one has more beside it.
+      if (first <= one && one < end && first <= other && other < end) need -= std::min(unit(one), unit(other));
     }
     return need;
   }
+
+ private:
+  std::int64_t unit(int number) const { return fixed[number + 1] - fixed[number]; }
 };
 
 }  // namespace elastic::plan

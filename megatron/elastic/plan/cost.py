@@ -81,19 +81,25 @@ def held_bytes(
 
     Optimizer state counts divided by the number of cells that hold the unit (ZeRO-1 over the unit group), but by no
     less than ``shares``, the nominal data-parallel size. Blocks that a survivor was promoted to own move from host
-    memory to the device only where that has space, so they need none. Tied units are one unit: a cell that holds both
-    holds the weights once, and their groups are one group.
+    memory to the device only where that has space, so they need none. Tied units share a weight: a cell with both holds
+    it once, and all their holders share its state. The weight is the smaller unit: the other one has more beside it.
     """
-    same = {second: first for first, second in tied}
     holders: dict[int, set[int]] = {}
     for replica in replicas:
         for segment in replica.segments:
             for unit in range(segment.first, segment.end):
-                holders.setdefault(same.get(unit, unit), set()).add(segment.cell)
+                holders.setdefault(unit, set()).add(segment.cell)
+    units = {unit: (profile.units[unit].param_bytes, profile.resident_bytes(profile.units[unit])) for unit in holders}
+    parts = []
+    for pair in tied:
+        users = [unit for unit in pair if unit in holders]
+        weight, state = (min((units[unit][at] for unit in users), default=0) for at in range(2))
+        parts.append((weight, state, {cell for unit in users for cell in holders[unit]}))
+        units |= {unit: (units[unit][0] - weight, units[unit][1] - state) for unit in users}
+    parts += [(*units[unit], cells) for unit, cells in holders.items()]
     need: dict[int, int] = {}
-    for unit, cells in holders.items():
-        cost = profile.units[unit]
-        each = cost.param_bytes + -(-profile.resident_bytes(cost) // max(len(cells), shares))
+    for weight, state, cells in parts:
+        each = weight + -(-state // max(len(cells), shares))
         for cell in cells:
             need[cell] = need.get(cell, 0) + each
     return need

@@ -213,6 +213,19 @@ def test_tied_embeddings_held_by_one_cell_count_once() -> None:
     assert memory_peaks(plan, profile)[0] - memory_peaks(plan, profile, topology.tied)[0] == 700
 
 
+def test_of_tied_units_the_larger_one_has_something_of_its_own() -> None:
+    """Layers of multi-token prediction beside the head: 40 bytes of weights and 24 of state."""
+    embedding, head = replace(LAYER, param_bytes=100), replace(LAYER, param_bytes=140, state_bytes=624)
+    profile, tied = Profile((embedding, LAYER, LAYER, head), latency_ns=0), ((0, 3),)
+    one, two = (regular_topology(1, stages, 4).replicas for stages in (1, 2))
+    assert held_bytes(one, profile, tied) == {0: 3 * 700 + 64}
+    assert Model(profile, 1, 1, tied=tied).stage_bytes(0, 4, 0) == 3 * 700 + 64
+    assert held_bytes(two, profile, tied) == {0: 700 + 100 + 300, 1: 700 + 100 + 300 + 64}
+    memory = Model(profile, 1, 1).stage_bytes(0, 4, 1) - 700
+    assert cut_pipeline(Model(profile, 1, 1, tied=tied), [CellCapacity(memory_bytes=memory)]) == (0, 4)
+    assert cut_pipeline(Model(profile, 1, 1, tied=tied), [CellCapacity(memory_bytes=memory - 1)]) is None
+
+
 def test_heterogeneous_units_are_cut_by_cost() -> None:
     head = UnitCost(4000, 8000, 4000, 100, 600, 30, 0)
     profile = Profile((LAYER,) * 8 + (head,), latency_ns=0)

@@ -137,7 +137,7 @@ class Model:
         need = self.static[end] - self.static[first] + in_flight * (self.held[end] - self.held[first])
         for one, other in self.tied:
             if first <= one < end and first <= other < end:
-                need -= self.static[other + 1] - self.static[other]
+                need -= min(self.static[unit + 1] - self.static[unit] for unit in (one, other))
         return need
 
     def in_flight(self, stages: int) -> list[int]:
