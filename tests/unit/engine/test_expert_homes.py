@@ -17,6 +17,7 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.engine.generation.assignment import Assignment, ExpertPolicy
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Grid
+from tests.unit.calls import calls_in
 
 EXPERTS = 24
 
@@ -302,3 +303,14 @@ def test_a_stage_without_experts_keeps_its_homes() -> None:
     for policy in POLICIES:
         after = before.balanced(load, policy)
         assert after.expert_replicas(2)[0] == 2 and max(after.expert_replicas(0)) == 1
+
+
+def test_the_work_for_places_and_homes_grows_with_the_number_of_ranks_and_no_faster() -> None:
+    def calls(size: int, groups: int) -> int:
+        before = launched(size, groups, 1)
+        load = {0: tuple(range(1, EXPERTS + 1))}
+        return calls_in(lambda: (before.place(0), before.balanced(load, "lazarus")))
+
+    few, larger, more = calls(2, 8), calls(24, 8), calls(2, 64)
+    print(f"{few} calls for 8 crews of 2 ranks, {larger} for 8 of 24, {more} for 64 of 2")
+    assert larger < 12 * few and more < 8.5 * few

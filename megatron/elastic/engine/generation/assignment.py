@@ -139,18 +139,28 @@ class Assignment:
 
         Where a cell has all experts several times, its crews are parts of it.
         """
-        crew = next((crew for crew in self._crews if cell in crew), ())
-        if not crew:
-            return None
-        deal, experts = self.deal, [self._experts[member] for member in crew]
-        if not experts[crew.index(cell)]:
-            experts = [deal.at(at) for at in range(len(crew))]
-        members = [(at, member) for at, member in enumerate(crew) if experts[at]]
-        ranks = [rank for _, member in members for rank in self.cells[member].ranks]
-        homes = [mine for at, _ in members for mine in deal.on_ranks(at, experts[at])]
-        first = index - index % deal.ranks
-        mine = slice(first, first + deal.ranks)
-        return Crew(tuple(ranks[mine]), tuple(homes[mine]), deal.parts)
+        parts = self._parts_of_crews.get(cell)
+        return None if parts is None else parts[index // self.deal.ranks]
+
+    @cached_property
+    def _parts_of_crews(self) -> Mapping[int, tuple[Crew, ...]]:
+        """Cell → the crew of its first :attr:`ExpertDeal.ranks` ranks, that of the next ones, and so on."""
+        found: dict[int, tuple[Crew, ...]] = {}
+        for cells in self._crews:
+            experts = [self._experts[cell] for cell in cells]
+            present = self._parts_of_crew(cells, experts)
+            found |= {cell: present for cell, mine in zip(cells, experts, strict=True) if mine}
+            if not all(experts):
+                whole = self._parts_of_crew(cells, [self.deal.at(at) for at in range(len(cells))])
+                found |= {cell: whole for cell, mine in zip(cells, experts, strict=True) if not mine}
+        return found
+
+    def _parts_of_crew(self, cells: Sequence[int], experts: Sequence[tuple[int, ...]]) -> tuple[Crew, ...]:
+        deal, members = self.deal, [at for at, mine in enumerate(experts) if mine]
+        ranks = [rank for at in members for rank in self.cells[cells[at]].ranks]
+        homes = [mine for at in members for mine in deal.on_ranks(at, experts[at])]
+        parts = [slice(first, first + deal.ranks) for first in range(0, deal.cell, deal.ranks)]
+        return tuple(Crew(tuple(ranks[part]), tuple(homes[part]), deal.parts) for part in parts)
 
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.
@@ -186,17 +196,16 @@ class Assignment:
         """
         found, searched = self, dict[object, Homes]()
         for crew in self._crews:
-            loads = self._loads(crew, load)
-            present = {at: self._experts[cell] for at, cell in enumerate(crew) if self._experts[cell]}
+            loads, before = self._loads(crew, load), [self._experts[cell] for cell in crew]
+            present = {at: mine for at, mine in enumerate(before) if mine}
             key = self.units_in(crew[0]), tuple(present.items())
             if key not in searched:
                 searched[key] = self._homes_by(policy, loads, present)
-            after = searched[key]
-            moved = found._rehomed({cell: after.get(at, ()) for at, cell in enumerate(crew)})
-            then, now = moved._busiest(crew, loads), self._busiest(crew, loads)
+            homes = [searched[key].get(at, ()) for at in range(len(crew))]
+            then, now = self._busiest(crew, homes, loads), self._busiest(crew, before, loads)
             first = policy == "lazarus" and slots(present) == self.deal.experts
-            if first or worth(then, now, slots(after) < slots(present)):
-                found = moved
+            if first or worth(then, now, slots(searched[key]) < slots(present)):
+                found = found._rehomed(dict(zip(crew, homes, strict=True)))
         return found
 
     def _homes_by(self, policy: ExpertPolicy, loads: Load, present: Homes) -> Homes:
@@ -231,15 +240,13 @@ class Assignment:
 
         The busiest rank of each layer counts, since the others wait for it. 1.0 is even, also without any load.
         """
-        return max((self._busiest(crew, self._loads(crew, load)) for crew in self._crews), default=1.0)
+        present = ((crew, [self._experts[cell] for cell in crew]) for crew in self._crews)
+        return max((self._busiest(crew, mine, self._loads(crew, load)) for crew, mine in present), default=1.0)
 
-    def _busiest(self, cells: tuple[int, ...], loads: Load) -> float:
-        """Return :meth:`imbalance` of one crew, or of the crews that are parts of one cell."""
-        deal, cell = self.deal, next(one for one in cells if self._experts[one])
-        firsts = range(0, deal.cell, min(deal.ranks, deal.cell))
+    def _busiest(self, cells: Sequence[int], experts: Sequence[tuple[int, ...]], loads: Load) -> float:
+        """Return :meth:`imbalance` of a crew whose cells have ``experts``, or of those that are parts of one cell."""
         found, total = 1.0, sum(map(sum, loads))
-        for crew in (self._crew(cell, first) for first in firsts):
-            assert crew is not None
+        for crew in self._parts_of_crew(cells, experts):
             homes = dict(enumerate(crew.homes))
             found = max(found, busiest(loads, homes) * len(homes) / total if total else 1.0)
         return found
@@ -375,11 +382,11 @@ class Assignment:
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:
         """Return the cells of which every rank is in ``living``, ascending; none dissolved or without a crew."""
-        apart = {cell for cell, experts in self.rehomed if not experts}
+        alive, apart = frozenset(living), {cell for cell, experts in self.rehomed if not experts}
         return tuple(
             number
             for number, cell in self.cells.items()
-            if cell.ranks and number not in apart and all(rank in living for rank in cell.ranks)
+            if cell.ranks and number not in apart and alive.issuperset(cell.ranks)
         )
 
     @property
