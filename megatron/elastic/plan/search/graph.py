@@ -386,7 +386,7 @@ def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions
 def _generate(search: _Search, options: GraphOptions) -> list[Shape]:
     """Shapes of every generator switched on."""
     shapes: list[Shape] = []
-    if (options.recut or not search.damaged) and (lines := search.recut()):
+    if (options.recut or not (options.cuts or search.damaged)) and (lines := search.recut()):
         shapes.append(search.shape(lines, "recut" if search.damaged else "keep"))
     if options.drop and search.healthy and search.damaged:
         shapes.append(search.dropped())
