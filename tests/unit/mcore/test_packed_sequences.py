@@ -40,6 +40,7 @@ def test_losses_of_an_evaluation_are_means_of_rows() -> None:
 
 def faults(**more: Any) -> list[str]:
     plain = {
+        "sft": True,
         "micro_batch_size": 1,
         "create_attention_mask_in_dataloader": False,
         "transformer_impl": "local",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,6 +100,24 @@ PASSES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", PASSES)
 def test_what_works_passes_without_a_word(asked: dict[str, Any]) -> None:
     assert check(plain(**asked), ElasticConfig(), "cpu", ["--micro-batch-size", "2"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "platform", "refused"),
+    [
+        ({"pipeline_model_parallel_size": 2}, "cpu", True),
+        ({"pipeline_model_parallel_size": 2}, "cuda", True),
+        ({"pipeline_model_parallel_size": 2, "transformer_impl": "transformer_engine"}, "cuda", False),
+        ({"pipeline_model_parallel_size": 2, "transformer_impl": "transformer_engine"}, "cpu", True),
+        ({"pipeline_model_parallel_size": 2, "create_attention_mask_in_dataloader": False}, "cpu", False),
+        ({"pipeline_model_parallel_size": 2, "elastic": False}, "cpu", False),
+        ({"pipeline_model_parallel_size": 1}, "cpu", False),
+    ],
+)
+def test_masks_that_depend_on_the_stage_are_refused(given: dict[str, Any], platform: str, refused: bool) -> None:
+    args = plain(reset_attention_mask=True, **given)
+    with pytest.raises(BadInput, match="--reset-attention-mask") if refused else nullcontext():
+        check(args, ElasticConfig(), platform, [])
 
 
 def test_without_elastic_megatrons_own_features_pass() -> None:

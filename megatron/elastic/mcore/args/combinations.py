@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["packing_faults", "pickled_scales", "precision_faults", "prediction_faults"]
+__all__ = ["mask_faults", "packing_faults", "pickled_scales", "precision_faults", "prediction_faults"]
 
 _ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
@@ -75,8 +75,22 @@ def pickled_scales(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ..
     )
 
 
+def mask_faults(args: Namespace, platform: str) -> Iterator[str]:
+    """Yield what does not hold where batches have masks of their own. Transformer Engine's layers do not read them."""
+    masks = getattr(args, "reset_attention_mask", False) and getattr(args, "create_attention_mask_in_dataloader", True)
+    reads = platform == "cpu" or args.transformer_impl != "transformer_engine"
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    if masks and reads and stages > 1:
+        yield (
+            f"--reset-attention-mask with --pipeline-model-parallel-size {stages}: Megatron has masks in the first and "
+            "the last stage alone, and layers change stages after a loss: use one stage, or run without --elastic"
+        )
+
+
 def packing_faults(args: Namespace) -> Iterator[str]:
     """Yield what does not hold where rows are packed of several sequences, also without ``--elastic``."""
+    if not getattr(args, "sft", False):
+        return
     if args.micro_batch_size not in (None, 1):
         yield f"--micro-batch-size {args.micro_batch_size} with --sft: a row is packed already: use 1"
     if args.create_attention_mask_in_dataloader:

@@ -249,6 +249,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         if (args.context_parallel_size or 1) > 1:
             yield from _context_faults(args, config)
         yield from combinations.precision_faults(args, platform)
+        yield from combinations.mask_faults(args, platform)
         yield from optimizer_faults(args, config)
         if getattr(args, "mtp_num_layers", None):
             yield from combinations.prediction_faults(args, config)
@@ -258,8 +259,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield from shared_experts.faults(args, config, platform)
     if args.num_experts:
         yield from _expert_faults(args, platform)
-    if getattr(args, "sft", False):
-        yield from combinations.packing_faults(args)
+    yield from combinations.packing_faults(args)
 
 
 def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
