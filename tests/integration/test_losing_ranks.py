@@ -35,6 +35,7 @@ from tests.integration.kill_walk import (
     walk,
 )
 from tests.integration.launcher_cluster import cluster, descendants
+from tests.integration.test_rank_orders import BACK
 from tests.scenario.in_job import play
 from tests.scenario.scenario import RETURNS, Scenario, parse
 
@@ -380,3 +381,18 @@ def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) ->
     later = {step: loss for step, loss in whole.committed.items() if step > 4}
     assert set(resumed.committed) == set(later)
     assert largest_deviation(later, resumed.committed) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_back_prints_the_means_of_the_whole_interval(tmp_path: Path) -> None:
+    """The highest rank prints the lines, and returns in the middle of what the second line is about."""
+    calm, killed = (
+        elastic_job(tmp_path / name, 4, 1, 2, 8, "--log-interval", "4", "--elastic-allow-inject", *faults)
+        for name, faults in (
+            ("calm", ()),
+            ("killed", ("--elastic-inject", f"kill:rank=3,step=6,point=mid_backward;{BACK}")),
+        )
+    )
+    assert (calm.code, killed.code) == (0, 0), killed.output[-4000:]
+    assert re.search(r"step 7 joined by 3", killed.output), killed.output[-4000:]
+    assert sorted(calm.losses) == [1, 4, 8] and killed.losses == pytest.approx(calm.losses, rel=1e-5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, each_of, told_of
+from megatron.elastic.mcore.loop.log_interval import LogInterval
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
 from megatron.elastic.mcore.model import delayed_scales, vocabulary_range
@@ -48,7 +49,8 @@ class TrainingLoop:
 
     def __init__(self, config: ElasticConfig) -> None:
         self._counters = Counters()
-        self._setup = Setup(config, self._counters.for_newcomer)
+        self._interval = LogInterval()
+        self._setup = Setup(config, self._for_newcomer)
         self._checkpoints = self._setup.checkpoints
         self._shutdown = Shutdown(self._setup, config.respawn)
         self._came_later = False
@@ -62,6 +64,9 @@ class TrainingLoop:
     @property
     def _engine(self) -> Engine:
         return self._setup.engine
+
+    def _for_newcomer(self) -> Mapping[str, Any]:
+        return {**self._counters.for_newcomer(), "interval": self._interval.for_newcomer()}
 
     def patches(self) -> tuple[Patch, ...]:
         """Return the elastic rows of the patch table, bound to this object."""
@@ -135,7 +140,9 @@ class TrainingLoop:
             self._engine.agreement.membership.request(Request.BEGIN)
             self._counters.begin()
         else:
-            self._counters.take(self._setup.admitted(forward_step, source))
+            told = self._setup.admitted(forward_step, source)
+            self._counters.take(told)
+            self._interval.take(told["interval"])
             self._came_later = True
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,6 +172,7 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             settings = get_args()
             self._counters.step()
+            self._interval.step()
             address = StepAddress(settings.consumed_train_samples, get_current_running_global_batch_size())
             result = self._engine.step(call["forward_step_func"], _of_chunks(call["data_iterator"]), address)
             scheduler = call["opt_param_scheduler"]
@@ -190,6 +198,7 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(data_iterator: Any) -> None:
             self._counters.step()
+            self._interval.step()
             address = StepAddress(get_args().consumed_train_samples, get_current_running_global_batch_size())
             self._engine.step(_computes_nothing, None, address, left_out=True)
 
@@ -252,13 +261,16 @@ class TrainingLoop:
                 # Megatron adds a process's first step to its second line; a newcomer's first is not the job's first.
                 call["is_first_iteration"] = False
             figures = self._engine.agreement.membership.figures()
+            totals = call["total_loss_dict"]
+            self._interval.before_log(totals)
             if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
                 result = original(**call)
+                self._interval.after_log(totals)
                 self._setup.reporter.log(figures, call["iteration"])
                 self._setup.reporter.flush()
                 return result
-            totals = call["total_loss_dict"]
             before = copy.deepcopy(totals)
+            totals.clear()  # the line of a newcomer that only passes it has been printed
 
             def body() -> Any:
                 totals.clear()
@@ -266,6 +278,7 @@ class TrainingLoop:
                 return original(**call)
 
             result = self._engine.fenced(body, reads_parameters=False)  # the norm of parameters is that of masters
+            self._interval.after_log(totals)
             self._setup.reporter.log(figures, call["iteration"])
             self._setup.reporter.flush()
             return result

@@ -1,0 +1,66 @@
+"""Megatron's sums since its last log line, for a newcomer that may print the next one.
+
+With ``--log-interval`` above 1 a line has the mean loss of the interval, its skipped steps, and its time. Each rank
+adds them up by itself, and the highest living rank prints. So a newcomer goes on with the sums of the members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.training import get_timers
+
+__all__ = ["LogInterval"]
+
+_TIMER = "interval-time"
+
+
+class LogInterval:
+    """The sums of one process, as of the begin of the present step."""
+
+    def __init__(self) -> None:
+        self._sums: Mapping[str, Any] = {}
+        self._at_step: Mapping[str, Any] = {}
+        self._told: Mapping[str, Any] | None = None
+        """What a newcomer was told, until its loop has its first step behind it."""
+
+    def for_newcomer(self) -> Mapping[str, Any]:
+        """Return the sums at the begin of the present step, and the seconds since the last line."""
+        numbers = {name: _number(value) for name, value in self._at_step.items()}
+        seconds = 0.0 if self._told is None else float(self._told["seconds"])
+        return {"sums": numbers, "seconds": seconds + _elapsed()}
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Note what members told this newcomer."""
+        self._told, self._sums, self._at_step = told, told["sums"], told["sums"]
+
+    def step(self) -> None:
+        """Note that a step is about to begin."""
+        self._at_step = self._sums
+
+    def before_log(self, sums: dict[str, Any]) -> None:
+        """Add what a newcomer was told to ``sums``, which its loop has begun with nothing."""
+        told, self._told = self._told, None
+        if told is None:
+            return
+        device = torch.device(torch.cuda.current_device())
+        for name, value in told["sums"].items():
+            whole = isinstance(value, int)
+            sums[name] = value if whole else torch.tensor([value], dtype=torch.float32, device=device)
+        timer = get_timers()(_TIMER, log_level=0)
+        timer.set_elapsed(timer.elapsed(reset=False) + float(told["seconds"]))
+
+    def after_log(self, sums: Mapping[str, Any]) -> None:
+        """Note the sums that the loop goes on with."""
+        self._sums = dict(sums)
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _elapsed() -> float:
+    """Return the seconds that the loop's timer has run since the last line."""
+    return float(get_timers()(_TIMER, log_level=0).elapsed(reset=False))

@@ -1,0 +1,69 @@
+"""A newcomer that prints the next log line has the sums of the members since the last one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.timers import Timers
+from megatron.training import global_vars
+
+from megatron.elastic.mcore.loop.log_interval import LogInterval
+
+pytestmark = pytest.mark.usefixtures("cpu_as_device")
+
+
+@pytest.fixture
+def cpu_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+class Loop:
+    """The part of Megatron's loop that adds up and prints, with a timer of its own."""
+
+    def __init__(self, interval: LogInterval, patch: pytest.MonkeyPatch) -> None:
+        self.interval, self._patch, self.sums = interval, patch, dict[str, Any]()
+        self.timers = Timers(0, "minmax")
+        self.timers("interval-time", log_level=0).start()
+
+    def step(self, loss: float) -> None:
+        self._patch.setattr(global_vars, "_GLOBAL_TIMERS", self.timers)
+        self.interval.step()
+        self.interval.before_log(self.sums)
+        self.sums["lm loss"] = self.sums.get("lm loss", torch.tensor([0.0])) + torch.tensor(loss)
+        self.sums["advanced iterations"] = self.sums.get("advanced iterations", 0) + 1
+        self.interval.after_log(self.sums)
+
+
+def test_a_newcomer_goes_on_with_the_sums_and_the_time_of_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Loop(LogInterval(), monkeypatch)
+    member.step(1.5)
+    member.step(2.25)
+    member.interval.step()
+    member.timers("interval-time", log_level=0).set_elapsed(100.0)
+    told = json.loads(json.dumps(member.interval.for_newcomer()))
+    assert told["sums"] == {"lm loss": 3.75, "advanced iterations": 2} and told["seconds"] >= 100.0
+
+    newcomer = Loop(LogInterval(), monkeypatch)
+    newcomer.interval.take(told)
+    monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", newcomer.timers)
+    again = newcomer.interval.for_newcomer()
+    assert again["sums"] == told["sums"] and again["seconds"] >= told["seconds"], "it may tell another newcomer"
+    member.step(4.0)
+    newcomer.step(4.0)
+    assert newcomer.sums == member.sums and member.sums["lm loss"].item() == 7.75
+    monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", newcomer.timers)
+    assert 100.0 <= newcomer.timers("interval-time").elapsed() < 200.0
+    newcomer.step(1.0)
+    assert newcomer.sums["advanced iterations"] == 4, "once"
+
+
+def test_sums_are_those_of_the_begin_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer's loop begins with the step that the members are in, or have just finished."""
+    member = Loop(LogInterval(), monkeypatch)
+    member.step(1.5)
+    member.step(2.25)
+    assert member.interval.for_newcomer()["sums"] == {"lm loss": 1.5, "advanced iterations": 1}
