@@ -396,3 +396,11 @@ def test_a_rank_that_is_back_prints_the_means_of_the_whole_interval(tmp_path: Pa
     assert (calm.code, killed.code) == (0, 0), killed.output[-4000:]
     assert re.search(r"step 7 joined by 3", killed.output), killed.output[-4000:]
     assert sorted(calm.losses) == [1, 4, 8] and killed.losses == pytest.approx(calm.losses, rel=1e-5)
+
+
+def test_a_rank_that_is_back_within_the_first_step_logs_it_too(tmp_path: Path) -> None:
+    """Its stage has no other rank. The line of the job's first step is printed whatever the interval."""
+    faults = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,step=1,point=mid_backward")
+    job = elastic_job(tmp_path, 2, 1, 2, 4, "--log-interval", "4", *faults, seconds=120)
+    assert job.code == 0, job.output[-4000:]
+    assert "step 1 joined by 1, re-run" in job.output and sorted(job.losses) == [1, 4]

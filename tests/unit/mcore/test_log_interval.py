@@ -28,6 +28,7 @@ class Loop:
         self.interval, self._patch, self.sums = interval, patch, dict[str, Any]()
         self.timers = Timers(0, "minmax")
         self.timers("interval-time", log_level=0).start()
+        patch.setattr(global_vars, "_GLOBAL_TIMERS", self.timers)
 
     def step(self, loss: float) -> None:
         self._patch.setattr(global_vars, "_GLOBAL_TIMERS", self.timers)
@@ -67,3 +68,17 @@ def test_sums_are_those_of_the_begin_of_a_step(monkeypatch: pytest.MonkeyPatch) 
     member.step(1.5)
     member.step(2.25)
     assert member.interval.for_newcomer()["sums"] == {"lm loss": 1.5, "advanced iterations": 1}
+
+
+def test_a_newcomer_knows_whether_the_first_step_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line is a phase of all ranks: if one leaves it out, they wait for each other."""
+    member, newcomer = Loop(LogInterval(), monkeypatch), LogInterval()
+    member.interval.step()
+    newcomer.take(member.interval.for_newcomer())
+    assert newcomer.first
+    member.step(1.5)
+    newcomer.take(member.interval.for_newcomer())
+    assert newcomer.first, "its loop begins with the first step"
+    member.interval.step()
+    newcomer.take(member.interval.for_newcomer())
+    assert not newcomer.first and not member.interval.first

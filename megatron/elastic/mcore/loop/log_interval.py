@@ -23,6 +23,9 @@ class LogInterval:
     def __init__(self) -> None:
         self._sums: Mapping[str, Any] = {}
         self._at_step: Mapping[str, Any] = {}
+        self.first = True
+        """True until the job's first step has been logged; Megatron prints a line of it, whatever the interval."""
+        self._first_at_step = True
         self._told: Mapping[str, Any] | None = None
         """What a newcomer was told, until its loop has its first step behind it."""
 
@@ -30,15 +33,16 @@ class LogInterval:
         """Return the sums at the begin of the present step, and the seconds since the last line."""
         numbers = {name: _number(value) for name, value in self._at_step.items()}
         seconds = 0.0 if self._told is None else float(self._told["seconds"])
-        return {"sums": numbers, "seconds": seconds + _elapsed()}
+        return {"sums": numbers, "seconds": seconds + _elapsed(), "first": self._first_at_step}
 
     def take(self, told: Mapping[str, Any]) -> None:
         """Note what members told this newcomer."""
         self._told, self._sums, self._at_step = told, told["sums"], told["sums"]
+        self.first = self._first_at_step = told["first"]
 
     def step(self) -> None:
         """Note that a step is about to begin."""
-        self._at_step = self._sums
+        self._at_step, self._first_at_step = self._sums, self.first
 
     def before_log(self, sums: dict[str, Any]) -> None:
         """Add what a newcomer was told to ``sums``, which its loop has begun with nothing."""
@@ -54,7 +58,7 @@ class LogInterval:
 
     def after_log(self, sums: Mapping[str, Any]) -> None:
         """Note the sums that the loop goes on with."""
-        self._sums = dict(sums)
+        self._sums, self.first = dict(sums), False
 
 
 def _number(value: Any) -> int | float:

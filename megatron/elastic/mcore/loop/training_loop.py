@@ -258,8 +258,9 @@ class TrainingLoop:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             if self._came_later and "is_first_iteration" in call:
-                # Megatron adds a process's first step to its second line; a newcomer's first is not the job's first.
-                call["is_first_iteration"] = False
+                # Megatron logs a process's first step; a newcomer's first is the job's first or another one. All ranks
+                # must know it alike: the line is a phase of its own.
+                call["is_first_iteration"] = self._interval.first
             figures = self._engine.agreement.membership.figures()
             totals = call["total_loss_dict"]
             self._interval.before_log(totals)
