@@ -28,6 +28,8 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 PER_TOKEN = ("--calculate-per-token-loss",)
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3", "--disable-bias-linear")
+WIDTH = ("--use-mup", "--mup-base-hidden-size", "16", "--adam-eps", "1e-3")
+"""Of gradients so small that the epsilon matters."""
 SHARED = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
 """Two ranks have half of the experts each."""
 
@@ -90,6 +92,7 @@ QUICK = (
 FURTHER = (
     Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("pp2dp2-experts-shared", (1, 2, 2), (*EXPERTS, *SHARED)),
+    Case("pp2dp2-width", (1, 2, 2), (*UNTIED, *WIDTH)),
     Case("tp2dp2-learnable-sinks", (2, 1, 2), ("--softmax-type", "learnable")),
     Case("pp2dp2-experts-per-token", (1, 2, 2), (*EXPERTS, *PER_TOKEN, "--eod-mask-loss")),
 )

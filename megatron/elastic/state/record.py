@@ -118,6 +118,8 @@ class Hyper:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    eps_by_group: tuple[float, ...] = ()
+    """Adam's epsilon by parameter group; empty: all groups have ``eps``."""
     sgd_momentum: float = 0.9
     matrices: Muon | Lion | None = None
     """The optimizer of matrices; ``optimizer`` steps the other parameters. None: it steps all parameters."""

@@ -49,7 +49,7 @@ class StepScalars:
             lr,
             hyper.beta1,
             hyper.beta2,
-            hyper.eps,
+            hyper.eps_by_group[run.group] if hyper.eps_by_group else hyper.eps,
             decay,
             record.bias_correction1,
             record.bias_correction2,

@@ -7,7 +7,7 @@ arguments. Flags of a feature with a row of its own are in that row.
 
 from __future__ import annotations
 
-__all__ = ["FP8", "HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
+__all__ = ["FP8", "HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED", "MUP"]
 
 # A table: one row a line, which the formatter would break up.
 # fmt: off
@@ -27,6 +27,11 @@ FP8 = (
 )
 
 MLA = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
+
+MUP = (
+    *("--mup-width-mult", "--mup-base-hidden-size", "--mup-embedding-mult", "--mup-output-mult"),
+    *("--mup-base-head-dim", "--mup-attn-scale-power"),
+)
 
 LINEAR_ATTENTION = (
     "--linear-key-head-dim",

@@ -96,6 +96,7 @@ def engine_settings(
     balance: ExpertBalance | None = None,
     load: ExpertLoad | None = None,
     scaling: DelayedScaling | None = None,
+    eps_by_group: tuple[float, ...] = (),
 ) -> Settings:
     """Return the numerics of the run. ``batch_size``: consumed samples → samples of the step that follows."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
@@ -111,6 +112,7 @@ def engine_settings(
         beta1=args.adam_beta1,
         beta2=args.adam_beta2,
         eps=args.adam_eps,
+        eps_by_group=eps_by_group,
         sgd_momentum=args.sgd_momentum,
         matrices=muon_of(args) or lion_of(args),
         moments=args.elastic_moments,

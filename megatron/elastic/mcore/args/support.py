@@ -156,6 +156,7 @@ FEATURES: tuple[Feature, ...] = (
             "emerging-optimizers is needed"),
     Feature("SOAP, and Muon with an adaptive step", ("--optimizer",), _other_than("optimizer", *STEPPED),
             "works", "refused", f"owners do not step it: use adam, lion, muon or sgd, or {_PLAIN}"),
+    Feature("learning rates by width (muP)", ("--use-mup", *flag_table.MUP), _any("use_mup"), "works", "works", ""),
     Feature("clipped or logged attention logits", ("--qk-clip", "--qk-clip-alpha", "--qk-clip-threshold",
                                                    "--log-max-attention-logit"),
             _any("qk_clip", "log_max_attention_logit"), "refused", "refused",

@@ -64,7 +64,7 @@ from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.model_builder import model_builder
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
-from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.param_groups import GroupKeys, with_width
 from megatron.elastic.mcore.model.units import refuse_frozen, refuse_others
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
 from megatron.elastic.mcore.parallel_state.stage import as_first_of_tensor_group, as_stage
@@ -183,6 +183,7 @@ class Setup:
         refuse_others(model)
         refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+        overrides = with_width(overrides, optimizer_config, unwrapped(model[0]).config)
         groups = GroupKeys(optimizer_config, overrides, qkv_parts(args))
         unkeyed = [key_dropout(unwrapped(c), parallel_state.get_tensor_model_parallel_rank()) for c in model]
         line = unkeyed_line([name for names in unkeyed for name in names], self._config.exact)
@@ -210,7 +211,7 @@ class Setup:
         )
         self._others = AbsentParts(topology, build_model, groups)
         of_layers = (expert_balance(args, config), expert_load(args, config), delayed_scaling(args, model))
-        settings = engine_settings(args, self._schedule, sizes, *of_layers)
+        settings = engine_settings(args, self._schedule, sizes, *of_layers, groups.epsilons())
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )

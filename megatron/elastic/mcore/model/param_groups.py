@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron.elastic.mcore.args.optimizers import OF_MATRICES
 from megatron.elastic.state.layout import Matrix
 
-__all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of"]
+__all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of", "with_width"]
 
 Overrides = tuple[tuple[str, Any], ...]
 
@@ -52,7 +52,7 @@ class GroupKeys:
         qkv_parts: tuple[int, ...] = (),
     ) -> None:
         self._config, self._qkv_parts = config, qkv_parts
-        self._overrides = dict(get_standard_config_overrides(config) if overrides is None else overrides)
+        self._overrides = dict(core_optimizer.get_standard_config_overrides(config) if overrides is None else overrides)
         combinations: set[Overrides] = {()}
         for override in self._overrides.values():
             combinations |= {_merged(dict(base), override) for base in combinations}
@@ -77,6 +77,10 @@ class GroupKeys:
             return None
         return Matrix(shape[0], shape[1], self._qkv_parts if "linear_qkv.weight" in name else ())
 
+    def epsilons(self) -> tuple[float, ...]:
+        """Return Adam's epsilon of each group."""
+        return tuple(float(dict(key.overrides).get("eps", self._config.adam_eps)) for key in self.keys)
+
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups in the form of Megatron's scheduler and checkpoints, without tensors."""
         groups = []
@@ -98,6 +102,18 @@ class GroupKeys:
                 }
             )
         return groups
+
+
+def with_width(
+    overrides: Mapping[Any, Mapping[str, Any]] | None, config: OptimizerConfig, model_config: Any
+) -> Mapping[Any, Mapping[str, Any]] | None:
+    """Return ``overrides`` with those by which muP scales groups with the width of the model (``--use-mup``)."""
+    if not getattr(model_config, "use_mup", False):
+        return overrides
+    scaled = core_optimizer.get_mup_config_overrides(
+        config=config, mup_width_mult=model_config.mup_width_mult, optimizer_type=config.optimizer
+    )
+    return {**(overrides or {}), **scaled}
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

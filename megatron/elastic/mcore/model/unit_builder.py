@@ -147,6 +147,8 @@ class UnitBuilder:
             tp_group=site.building.tp,
         )
         embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        for parameter in embedding.parameters():
+            parameter.is_embedding_parameter = True
         return embedding  # type: ignore[no-any-return]
 
     def _head(self, site: BuildSite) -> Modules:
@@ -178,6 +180,7 @@ class UnitBuilder:
             tp_group=site.building.tp,
         )
         layer.weight.is_embedding_or_output_parameter = True
+        layer.weight.is_embedding_parameter = True
         return layer  # type: ignore[no-any-return]
 
 
