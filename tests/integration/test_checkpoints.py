@@ -65,6 +65,32 @@ def test_either_resumes_what_the_other_wrote(tmp_path: Path, kind: str) -> None:
     assert largest_deviation(straight, tail(resumed.losses)) < ROUNDING[kind]
 
 
+OWN_RATES = {
+    "decoupled": ("--decoupled-lr", "5e-3", "--decoupled-min-lr", "1e-5"),
+    "by width": ("--use-mup", "--mup-base-hidden-size", "16", "--adam-eps", "1e-3"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", OWN_RATES)
+def test_learning_rates_of_some_parameters_are_those_before_the_load(tmp_path: Path, kind: str, sharded: bool) -> None:
+    """Plain Megatron goes on with other ones, or reads no such checkpoint without its distributed optimizer."""
+    form = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable") if sharded else ()
+    flags = (*OWN_RATES[kind], *form, "--untie-embeddings-and-output-weights")
+    plain = [plain_job("straight", 2, 2, *flags), plain_job("writes", 2, 2, *flags, *saving(tmp_path / "theirs"))]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), codes
+    written = elastic_job(tmp_path / "events", 2, 1, 2, STEPS, *QUIET, *flags, *saving(tmp_path / "ours"))
+    assert written.code == 0, written.output[-4000:]
+    straight = tail(losses(logs(tmp_path, "straight")))
+    for folder in ("ours", "theirs"):
+        load = ("--load", str(tmp_path / folder))
+        resumed = elastic_job(tmp_path / f"{folder}-later", 2, 1, 2, STEPS, *QUIET, *flags, *load)
+        assert resumed.code == 0, resumed.output[-4000:]
+        assert largest_deviation(straight, tail(resumed.losses)) < ROUNDING["fp32"], folder
+
+
 SHARED = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 
 

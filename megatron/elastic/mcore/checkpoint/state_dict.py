@@ -44,11 +44,13 @@ from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["LoadedState", "OptimizerCheckpoint", "with_empty_groups", "without_holes"]
+__all__ = ["LoadedState", "OptimizerCheckpoint", "groups_in_file", "with_empty_groups", "without_holes"]
 
 _RESHARDABLE = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
 _OPTIMIZER, _IDENTIFIERS = "optimizer", param_group_identifier_keys
+_DEFAULT = "default_config"
+"""Megatron's name of whether a parameter group has the learning rates of the flags."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,11 @@ class OptimizerCheckpoint:
         state = self._engine.empty_state()
         states = [state_dict] if len(reading) == 1 else [state_dict[number] for number in range(len(reading))]
         read = [self._read(*part, found, state) for part, found in zip(reading, states, strict=True)]
-        named = {_identity(group): settings_of(group) for part in reversed(read) for group in part.groups}
-        settings = [named.get(_identity(group), {}) for group in self._groups]
+        found: dict[int, Mapping[str, Any]] = {}
+        for (place, _), part in reversed(list(zip(reading, read, strict=True))):
+            mine = {at: self._groups[at] for at in sorted(self._groups_of(place, False))}
+            found |= groups_in_file(mine, part.groups)
+        settings = [settings_of(found.get(at, {})) for at in range(len(self._groups))]
         return replace(read[0], adam_step=max(part.adam_step for part in read), groups=settings)
 
     def _read(
@@ -163,10 +168,13 @@ class OptimizerCheckpoint:
             tensors = [state_dict["param_state"][i] for i in range(len(state_dict["param_state"]))]
             mains = [entry["param"] for entry in tensors]
         else:
+            inner = state_dict.get("optimizer", state_dict)
+            groups = inner["param_groups"]
+            inner["param_groups"] = _told_apart(shadow.optimizer.param_groups, groups)
             if _MASTERS in state_dict:
                 state_dict[_MASTERS] = with_empty_groups(state_dict[_MASTERS], shadow.fp32_from_float16_groups)
             shadow.load_state_dict(state_dict)
-            groups, mains = shadow.optimizer.param_groups, _main_parameters(shadow)
+            mains = _main_parameters(shadow)
             tensors = [shadow.optimizer.state[main] for main in mains]
             step = (
                 int(tensors[0]["step"])
@@ -231,8 +239,7 @@ class OptimizerCheckpoint:
         beside = {_OPTIMIZER: "adam"} if of_matrices and not place.matrices and _OPTIMIZER in _IDENTIFIERS else {}
         filled = []
         for shared in place.experts:
-            some = self._groups_of(place, shared) if shared or of_matrices else range(len(groups))
-            for index in sorted(some):
+            for index in sorted(self._groups_of(place, shared)):
                 alike = [i for i in ordered if (i.spec.group, i.spec.expert is not None) == (index, shared)]
                 mine = {"params": [item.parameter for item in alike], "is_expert_parallel": shared}
                 filled.append({**groups[index], **mine, **beside})
@@ -348,6 +355,42 @@ def _main_parameters(shadow: Any) -> list[torch.Tensor]:
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the key by which Megatron identifies a parameter group of a checkpoint, whatever optimizer steps it."""
     return tuple(group.get(name) for name in _IDENTIFIERS if name != _OPTIMIZER)
+
+
+def groups_in_file(
+    groups: Mapping[int, Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
+) -> dict[int, Mapping[str, Any]]:
+    """Return the one of ``found``, a checkpoint's parameter groups, that each of ``groups`` is, by its index.
+
+    Megatron identifies a group by a few settings, which several groups may share: ``--decoupled-lr`` is none of them.
+    These are told apart by whether they have learning rates of their own, and then by their order, which is that of
+    Megatron. If a checkpoint has another number of them, each is the last one there, as in Megatron.
+    """
+    told = all(_DEFAULT in group for group in found)
+    of_file: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for group in found:
+        of_file.setdefault((*_identity(group), told and group[_DEFAULT]), []).append(group)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for at, group in groups.items():
+        alike.setdefault((*_identity(group), told and group[_DEFAULT]), []).append(at)
+    result: dict[int, Mapping[str, Any]] = {}
+    for identity, mine in alike.items():
+        theirs = of_file.get(identity, [])
+        if theirs:
+            result |= zip(mine, theirs if len(theirs) == len(mine) else theirs[-1:] * len(mine), strict=True)
+    return result
+
+
+def _told_apart(groups: Sequence[dict[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``found`` such that Megatron takes each for the one of ``groups`` at its place, whose parameters it has.
+
+    Megatron's load would give two groups that it cannot tell apart the parameters of one of them. Numbers for
+    ``lr_mult``, which nothing reads here, make all different.
+    """
+    for number, group in enumerate(groups):
+        group["lr_mult"] = float(number)
+    names = [name for name in _IDENTIFIERS if all(name in group for group in groups)]
+    return [{**theirs, **{name: mine[name] for name in names}} for mine, theirs in zip(groups, found, strict=True)]
 
 
 def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:

@@ -1,7 +1,7 @@
 """Megatron's optimizer parameter groups, formed without a collective.
 
 Megatron gathers the group keys of every rank in the world to agree on an order; a newcomer could not take part in
-that collective. Here a group is named by its overrides, and groups are in the order of their sorted names. The list
+that collective. Here a group is named by its overrides, and groups are in Megatron's order of these names. The list
 has every name that the configuration can produce, so each rank derives the same list from its arguments alone.
 """
 
@@ -56,7 +56,7 @@ class GroupKeys:
         combinations: set[Overrides] = {()}
         for override in self._overrides.values():
             combinations |= {_merged(dict(base), override) for base in combinations}
-        self.keys = tuple(GroupKey(i, o) for i, o in enumerate(sorted(combinations, key=repr)))
+        self.keys = tuple(GroupKey(i, o) for i, o in enumerate(sorted(combinations)))
         self._by_overrides = {key.overrides: key for key in self.keys}
 
     def key(self, name: str, parameter: torch.nn.Parameter) -> GroupKey:
