@@ -96,9 +96,17 @@ def test_an_enumeration_stays_one() -> None:
 def test_activations_that_only_grouped_experts_recompute_are_kept_without_them(grouped: bool) -> None:
     args = defaults(moe_grouped_gemm=grouped, recompute_modules=["layernorm", "moe_act", "mlp"])
     assert "without moe_act" in table(substitute(args, CPU), "title")
-    assert args.recompute_modules == ["layernorm", "mlp"] and not args.moe_grouped_gemm
+    assert "moe_act" not in args.recompute_modules and "mlp" in args.recompute_modules and not args.moe_grouped_gemm
     there = defaults(moe_grouped_gemm=True, recompute_modules=["moe_act"])
     assert substitute(there, GPU) == ()
+
+
+def test_norms_that_only_transformer_engine_recomputes_are_kept_without_it() -> None:
+    args = defaults(recompute_modules=["layernorm", "core_attn"])
+    assert "without layernorm" in table(substitute(args, CPU), "title") and args.recompute_modules == ["core_attn"]
+    there = defaults(recompute_modules=["layernorm"])
+    substitute(there, GPU)
+    assert there.recompute_modules == ["layernorm"]
 
 
 def test_strict_flags_refuse_in_one_line_that_spells_the_fix() -> None:
@@ -150,7 +158,7 @@ def test_checkpoints_fit_any_size_under_elastic_where_the_optimizer_is_distribut
 
 def test_rows_are_distinct_and_say_why() -> None:
     for rows in (ROWS, ELASTIC_ROWS):
-        assert len({row.attribute for row in rows}) == len(rows)
+        assert len({row.flag for row in rows}) == len(rows)
         assert all(row.reason and row.flag.startswith("--") for row in rows)
 
 

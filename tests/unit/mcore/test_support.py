@@ -210,6 +210,14 @@ def test_exact_mode_takes_microbatches_of_any_size_and_loss(asked: dict[str, Any
     check(plain(**{**asked, "micro_batch_size": 4}), ElasticConfig(exact=True), "cpu", [])
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_recomputing_an_mlp_with_biases_is_refused_as_its_backward_would_not_end(elastic: bool) -> None:
+    given = {"elastic": elastic, "recompute_modules": ["core_attn", "mlp"]}
+    with pytest.raises(BadInput, match=r"--recompute-modules mlp .* --disable-bias-linear"):
+        check(plain(**given), ElasticConfig(), "cpu", [])
+    check(plain(**given, add_bias_linear=False), ElasticConfig(), "cpu", [])
+
+
 def test_the_flag_that_was_given_is_the_one_named() -> None:
     asked = plain(hybrid_layer_pattern=None, hybrid_override_pattern="M-M*")
     with pytest.raises(BadInput, match=r"^--hybrid-override-pattern "):

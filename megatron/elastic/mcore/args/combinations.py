@@ -13,7 +13,14 @@ from pathlib import Path
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
-__all__ = ["mask_faults", "packing_faults", "pickled_scales", "precision_faults", "prediction_faults"]
+__all__ = [
+    "mask_faults",
+    "packing_faults",
+    "pickled_scales",
+    "precision_faults",
+    "prediction_faults",
+    "recompute_faults",
+]
 
 _ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
@@ -105,6 +112,12 @@ def packing_faults(args: Namespace) -> Iterator[str]:
     ):
         if asked:
             yield f"--sft with {flag} is not supported on Megatron's own layers: leave one of the two out"
+
+
+def recompute_faults(args: Namespace, platform: str) -> Iterator[str]:
+    """Yield what cannot be recomputed, also without ``--elastic``: a bias that is returned makes backward endless."""
+    if platform == "cpu" and "mlp" in (getattr(args, "recompute_modules", None) or ()) and args.add_bias_linear:
+        yield "--recompute-modules mlp never ends on layers with biases: add --disable-bias-linear, or leave out mlp"
 
 
 def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -157,6 +157,8 @@ ROWS: tuple[Rule, ...] = (
     Rule("recompute_modules", "--recompute-modules moe_act", (_TE,), _lists("moe_act"), Without("moe_act"), _LEAVE_OUT,
         "only --moe-grouped-gemm recomputes the activations of experts",
         applies=lambda args: not getattr(args, "moe_grouped_gemm", False)),
+    Rule("recompute_modules", "--recompute-modules layernorm", (_TE,), _lists("layernorm"), Without("layernorm"),
+        _LEAVE_OUT, "Megatron recomputes norms with Transformer Engine alone"),
     _switch("moe_permute_fusion", "--moe-permute-fusion", (_TE,), _LEAVE_OUT,
             "Transformer Engine's kernel is not here"),
     _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
