@@ -102,14 +102,14 @@ def test_the_date_is_printed_in_megatrons_words_without_a_barrier(
     assert ours == capsys.readouterr().out and barriers
 
 
-@pytest.mark.parametrize("value", [0.25, None])
+@pytest.mark.parametrize(("value", "logged"), [(0.25, 0.25), (0.1, 0.10000000149011612), (None, None)])
 def test_a_logged_value_that_every_rank_has_is_reduced_over_none(
-    monkeypatch: pytest.MonkeyPatch, value: float | None
+    monkeypatch: pytest.MonkeyPatch, value: float | None, logged: float | None
 ) -> None:
-    """A loss would interrupt it beside the step, on every rank that is there."""
+    """A loss would interrupt it beside the step, on every rank that is there. It is rounded as Megatron's."""
     name = "reduce_max_stat_across_model_parallel_group"
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
-    assert REPLACED[f"megatron.training.utils.{name}"](getattr(utils, name))(value) == value
+    assert REPLACED[f"megatron.training.utils.{name}"](getattr(utils, name))(value) == logged
 
 
 def test_a_line_of_progress_waits_for_no_rank_and_costs_no_rank(

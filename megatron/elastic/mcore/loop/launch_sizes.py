@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import get_args, training
@@ -80,7 +81,7 @@ def _known(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> float | None:
         stat: float | None = bound(original, args, kwargs)["stat"]
-        return stat
+        return stat if stat is None else torch.tensor(stat, dtype=torch.float32).item()  # as Megatron logs it
 
     return replacement
 
