@@ -427,3 +427,19 @@ def test_a_folder_that_is_gone_costs_a_line_and_not_the_training(tmp_path: Path)
     assert result.code == 4, result.output[-4000:]
     assert "could not be written" in result.output and "Traceback" not in result.output
     assert max(result.committed) == 3
+
+
+@pytest.mark.slow
+def test_a_loss_in_a_non_persistent_save_does_not_keep_the_next_from_being_written(tmp_path: Path) -> None:
+    """Megatron reads a number in the name of each folder beside it; that of a void save has none."""
+    saved = tmp_path / "saved"
+    often = ("--non-persistent-save-interval", "2", "--non-persistent-ckpt-type", "global", "--save-interval", "100")
+    fault = (
+        "--no-elastic-respawn",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        f"kill:rank=1,step={CUT},point=save_writing",
+    )
+    result = elastic_job(tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), *often, *fault)
+    assert result.code == 0 and "could not be written" not in result.output, result.output[-4000:]
+    assert max(complete(saved / "non_persistent")) == 6

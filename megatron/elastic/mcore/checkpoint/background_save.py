@@ -45,7 +45,7 @@ from megatron.elastic.engine.transaction.save import StateStream, Want
 from megatron.elastic.mcore.checkpoint.absent_parts import duties
 from megatron.elastic.mcore.checkpoint.completeness import require_whole
 from megatron.elastic.mcore.checkpoint.content import Content, strategy_for
-from megatron.elastic.mcore.checkpoint.retention import discard, nothing_removed
+from megatron.elastic.mcore.checkpoint.retention import discard, nothing_removed, save_folders
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint.writing import write_file
 from megatron.elastic.state.manifest import MANIFEST, FileHash, Manifest, files_below, hash_of
@@ -114,6 +114,11 @@ class Folders:
             with open(tracker, encoding="utf-8") as before, open(self._new(tracker), "w", encoding="utf-8") as new:
                 new.write(before.read().strip() + _NOT_YET)
         return self._new(tracker)
+
+    @property
+    def folder(self) -> str:
+        """The folder in which the checkpoint under way gets its name; empty if there is none."""
+        return os.path.dirname(self._final or "")
 
     def final_name(self, path: str) -> str:
         """Return the name of a checkpoint once it is complete."""
@@ -384,7 +389,7 @@ class BackgroundSave:
         shapes = self._optimizer.as_launched(others)
         with without_holes(fabric, launch_topology.slots), self._folders.naming(tag), self._asynchronous(), shapes:
             if dist.get_rank() == 0:
-                self._folders.sweep(self._args.save)
+                self._sweep()
             context["save_strategy"] = strategy_for(self._args, content)
             with _writing(self._args.save):
                 original(**{**call, "checkpointing_context": context})
@@ -450,7 +455,8 @@ class BackgroundSave:
                 with _writing(self._args.save), nothing_removed(self._args):
                     finalize()
                 if dist.get_rank() == 0 and self._folders.is_written():
-                    discard(self._args, self._folders.commit(manifest), write.record.version)
+                    folder = self._folders.folder
+                    discard(self._args, folder, self._folders.commit(manifest), write.record.version)
 
     def _give_up(self) -> None:
         """Remove the files of a failed save, which may fill the disk, once no rank writes there."""
@@ -458,7 +464,12 @@ class BackgroundSave:
         self.abandon("it could not be written")
         self._engine.fenced(lambda: dist.barrier(group=fabric.world))
         if fabric.alive[0] == fabric.rank:
-            self._folders.sweep(self._args.save)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove unfinished files of earlier saves. Megatron reads a number in each name where it keeps one save."""
+        for folder in save_folders(self._args):
+            self._folders.sweep(folder)
 
     def abandon(self, why: str) -> None:
         """Abandon the save under way, if any."""

@@ -16,8 +16,10 @@ from typing import Any
 
 from megatron.training.checkpointing import get_checkpoint_name
 
-__all__ = ["discard", "nothing_removed"]
+__all__ = ["discard", "nothing_removed", "save_folders"]
 
+_NON_PERSISTENT = "non_persistent"
+"""Megatron's folder in that of ``--save`` for checkpoints of ``--non-persistent-save-interval``."""
 _REMOVED = ".removed"
 """End of the name of a checkpoint that is being removed."""
 
@@ -33,14 +35,22 @@ def nothing_removed(args: Any) -> Iterator[None]:
         args.save_retain_interval = interval
 
 
-def discard(args: Any, before: int, saved: int) -> None:
-    """Remove the checkpoint of step ``before`` unless it is to be kept; ``saved`` is the step of the next one.
+def save_folders(args: Any) -> tuple[str, ...]:
+    """Return the folders that checkpoints are saved to: that of ``--save``, and of non-persistent ones if any."""
+    if args.non_persistent_ckpt_type != "global":
+        return (args.save,)
+    return args.save, args.non_persistent_global_ckpt_dir or os.path.join(args.save, _NON_PERSISTENT)
 
-    It loses its name at once, so that half of it is no checkpoint; a thread removes the files, and those that a killed
-    job has left behind. Prints Megatron's lines.
+
+def discard(args: Any, folder: str, before: int, saved: int) -> None:
+    """Remove the checkpoint of step ``before`` in ``folder`` unless it is to be kept; ``saved``: step of the next one.
+
+    Only in the folder of ``--save``: Megatron itself keeps one of non-persistent checkpoints. It loses its name at
+    once, so that half of it is no checkpoint; a thread removes the files, and those that a killed job has left behind.
+    Prints Megatron's lines.
     """
     interval = args.save_retain_interval
-    if interval is None or before <= 0 or before == saved or before % interval == 0:
+    if folder != args.save.rstrip("/") or interval is None or before <= 0 or before == saved or before % interval == 0:
         return
     name = get_checkpoint_name(args.save, before, return_base_dir=True)
     of_step = f"checkpoint from iteration {before:7d} at {args.save}"
