@@ -118,7 +118,7 @@ def _steps(text: str) -> range:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the trace of a run. Exit code 1 with one line when there is nothing to draw."""
+    """Write the trace of a run. Exit code 1 with one line if there is nothing to draw or no place for it."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.observe.run_trace", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", type=Path, help="directory given to --elastic-event-log in that run")
@@ -136,9 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.directory} holds no event of these steps", file=sys.stderr)
         return 1
     names = track_names(spans)
-    write_chrome_trace(options.out, spans, names)
-    if options.png is not None:
-        draw_spans(options.png, spans, names, options.title or str(options.directory))
+    try:
+        write_chrome_trace(options.out, spans, names)
+        if options.png is not None:
+            draw_spans(options.png, spans, names, options.title or str(options.directory))
+    except (OSError, ValueError) as error:  # no such folder; no format for this ending
+        print(f"--out or --png: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -86,6 +86,15 @@ def test_nothing_to_draw_is_said_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    nowhere, good = str(tmp_path / "no" / "x.json"), str(tmp_path / "x.json")
+    for places in (["--out", nowhere], ["--out", good, "--png", str(tmp_path / "x.nothing")]):
+        assert main([str(tmp_path / "run"), *places]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and said.startswith("--out or --png: "), said
+
+
 def test_a_timeline_that_is_off_keeps_nothing() -> None:
     timeline = Timeline()
     PhaseTimer(timeline.moved).begin(1, "prepare")
