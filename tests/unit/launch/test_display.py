@@ -59,8 +59,8 @@ def test_a_loss_and_the_end_are_told_once(
     for _ in range(2):
         display.end(4, "no state")
     display.wait()
-    told = [message["event"] for _, message in server.wait(2)]
-    assert told == ["loss", "end"]
+    told = [(message["event"], message["state"]) for _, message in server.wait(2)]
+    assert told == [("loss", "starting"), ("end", "ended")]
     assert capsys.readouterr().err.count("ends with exit status 4") == 1
 
 

@@ -37,10 +37,11 @@ _CLOSE_SECONDS = 10.0
 def loss_message(status: JobStatus, losses: tuple[LossNote, ...]) -> dict[str, object]:
     """The message about ``losses``, of which ``status`` is the state just after."""
     ranks = ", ".join(f"{loss.rank} on {loss.host} ({loss.cause})" for loss in losses)
-    one = len(losses) == 1
+    one, so_far = len(losses) == 1, status.history.losses
+    counted = f"{so_far} loss{'' if so_far == 1 else 'es'} so far"
     return {
         "event": "loss",
-        "text": f"job {status.run_id} lost rank{'' if one else 's'} {ranks}; {status.history.losses} losses so far",
+        "text": f"job {status.run_id} lost rank{'' if one else 's'} {ranks}; {counted}",
         "losses": losses,
         **_common(status),
     }
@@ -55,6 +56,7 @@ def end_message(status: JobStatus, code: int, why: str) -> dict[str, object]:
         "exit_status": code,
         "why": why,
         **_common(status),
+        "state": "ended",  # to the control plane, a job without members is one that starts
     }
 
 
