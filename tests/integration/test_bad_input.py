@@ -394,8 +394,8 @@ def test_elastic_check_reads_the_faults_to_inject_and_the_schedule_of_rates(tmp_
     ("flags", "said"),
     [
         (
-            "--tokenizer-type TikTokenizer --tokenizer-model no/such.json",
-            "--tokenizer-model no/such.json: the tokenizer cannot be loaded",
+            "--tokenizer-type TikTokenizer --tokenizer-model no/such.json --data-path no/data",
+            "no/data.idx is not there; --tokenizer-model no/such.json: the tokenizer cannot be loaded",
         ),
         ("--data-path {foreign} --split 1,0,0", "token 60000 (number 3 of "),
         ("--elastic-health disk={foreign}", "this node is not fit (--elastic-health): disk: "),
@@ -407,8 +407,10 @@ def test_elastic_check_loads_the_tokenizer_reads_tokens_and_examines_the_node(
     data = {name: str(path) for name, path in datasets(tmp_path / "data").items()}
     (tmp_path / "job").mkdir()
     done = checked(tmp_path / "job", "--global-batch-size", "8", *shlex.split(flags.format(**data)))
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and said in error, done.stderr[-2000:]
+    wanted = said.split("; ")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == len(wanted), done.stderr[-2000:]
+    assert all(words in error for words, error in zip(wanted, errors, strict=True)), errors
     assert "Traceback" not in done.stderr and "nothing is refused" not in done.stdout
     assert not list((tmp_path / "job").iterdir())
 

@@ -217,6 +217,7 @@ class Startup:
                     redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
                 ):
                     result = original(**call)
+            validated = not faults
             with faults.collecting():
                 parse_faults(config.inject, int(os.environ.get(env.SLOTS, parsed.world_size)))
             for check in (preflight.check_data, preflight.check_shared_memory):
@@ -224,10 +225,11 @@ class Startup:
                     check(parsed)
             with faults.collecting():
                 folders.check_folders(parsed)
-            if config.check and not faults:  # in a start Megatron loads it next, and the script reads the data
+            if config.check and validated:  # in a start Megatron loads it next, and the script reads the data
                 with faults.collecting():
                     load_tokenizer(parsed)
-                    preflight.check_tokens(parsed, parsed.padded_vocab_size)
+                    if not faults:
+                        preflight.check_tokens(parsed, parsed.padded_vocab_size)
             faults.raise_if_any()
             if config.check:
                 passed = "--elastic-check: nothing is refused, the job would start; nothing was trained or written"
