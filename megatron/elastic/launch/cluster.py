@@ -22,6 +22,8 @@ __all__ = ["RENDEZVOUS_OPTIONS", "NodePlace", "derive", "first_host", "without_b
 RENDEZVOUS_OPTIONS = ("join_timeout", "timeout", "protocol", "ca_cert", "ssl_cert", "ssl_cert_key")
 """The keys of ``--rdzv-conf`` that are read."""
 _DEFAULT_PORT = 29500
+_SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+"""Variables of a task of ``srun``: launchers, number of this one, job, step."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:
         host, port = etcd.endpoints[0][0], int(args.master_port) if args.master_port is not None else None
     run_id = None
     if nodes == 1 and (host is None or etcd is not None) and _in_srun(environ):
-        nodes, node = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        nodes, node, job, step = (_number(environ, name) for name in _SRUN)
         least = nodes
-        host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-        run_id = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+        host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+        run_id = f"slurm-{job}-{step}"
         if port is None:
-            port = 20000 + (int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])) % 20000
+            port = 20000 + (job * 31 + step) % 20000
     elif nodes > 1 and node == 0 and "KUBERNETES_SERVICE_HOST" in environ:
         node = _kubernetes_index(environ)
     elif nodes > 1 and node == 0 and args.rdzv_backend == "c10d":
@@ -107,14 +109,24 @@ def first_host(nodelist: str) -> str:
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:
-    needed = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    return all(name in environ for name in needed) and int(environ["SLURM_STEP_NUM_TASKS"]) > 1
+    return all(environ.get(name) for name in _SRUN) and _number(environ, _SRUN[0]) > 1
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """Raises ValueError with one line that names the variable."""
+    try:
+        return int(environ[name])
+    except ValueError:
+        flags = "--nnodes, --node-rank and --master-addr"
+        raise ValueError(
+            f"{name}={environ[name]!r} of the environment is no number: unset it and give {flags}"
+        ) from None
 
 
 def _kubernetes_index(environ: Mapping[str, str]) -> int:
     """Index of a pod in an indexed job, or at the end of a stateful pod's host name; 0 where there is none."""
-    if "JOB_COMPLETION_INDEX" in environ:
-        return int(environ["JOB_COMPLETION_INDEX"])
+    if environ.get("JOB_COMPLETION_INDEX"):
+        return _number(environ, "JOB_COMPLETION_INDEX")
     ordinal = re.search(r"-(\d+)$", environ.get("HOSTNAME", ""))
     return int(ordinal.group(1)) if ordinal else 0
 

@@ -211,6 +211,20 @@ def test_srun_tells_node_count_rank_and_master(script: str) -> None:
     assert same.master_port == place.master_port and 1024 < place.master_port < 65536
 
 
+def test_variables_of_a_scheduler_that_are_empty_count_as_unset_and_others_are_named(script: str) -> None:
+    args, pod = build_parser().parse_args([script]), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    several = build_parser().parse_args(["--nnodes", "4", script])
+    assert derive(args, dict.fromkeys(SRUN, "")).nodes == 1
+    assert derive(several, {**pod, "JOB_COMPLETION_INDEX": "", "HOSTNAME": "trainer-2"}).node == 2
+    with pytest.raises(ValueError, match=r"SLURM_PROCID='two' of the environment is no number: unset it"):
+        derive(args, {**SRUN, "SLURM_PROCID": "two"})
+    with pytest.raises(ValueError, match=r"JOB_COMPLETION_INDEX='x' of the environment is no number"):
+        derive(several, {**pod, "JOB_COMPLETION_INDEX": "x"})
+    unlisted = {name: value for name, value in SRUN.items() if "NODELIST" not in name}
+    with pytest.raises(ValueError, match=r"cannot read the Slurm node list '': give --master-addr"):
+        derive(args, unlisted)
+
+
 def test_flags_win_over_slurm(script: str) -> None:
     argv = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "here", "--master-port", "5", script]
     place = derive(build_parser().parse_args(argv), SRUN)
