@@ -248,6 +248,7 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--enable-cuda-graph", "substituted", "refused"),
         ("--check-for-large-grads", "honoured", "no effect"),
         ("--empty-unused-memory-level", "honoured", "no effect"),
+        ("--attention-output-gate", "honoured", "honoured"),
     ],
 )
 def test_classes(flag: str, cpu: str, elastic: str) -> None:

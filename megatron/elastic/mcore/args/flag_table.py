@@ -40,7 +40,6 @@ LINEAR_ATTENTION = (
     "--linear-value-head-dim",
     "--linear-attention-freq",
     "--linear-conv-kernel-dim",
-    "--attention-output-gate",
     "--dsa-indexer-head-dim",
     "--dsa-indexer-loss-coeff",
     "--dsa-indexer-n-heads",
@@ -63,6 +62,7 @@ _MODEL = (
     "--accumulate-allreduce-grads-in-fp32", "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "--vocab-size",
+    "--attention-output-gate",
 )
 # fmt: on
 
