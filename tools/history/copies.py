@@ -198,7 +198,8 @@ def _check_promises(
     lines: Sequence[Line], records: Sequence[Line], homes_of: Mapping[str, Sequence[Sequence[int]]], found: Verdict
 ) -> None:
     """``homes_of``: digest of a configuration that a vote named → ranks that hold all copies of some block."""
-    voted = {(line.generation, line.step): line.fields["placement"] for line in records if line.source == "vote"}
+    votes = (line for line in records if line.source == "vote")
+    voted = {(line.generation, line.step): str(line.fields.get("placement", "")) for line in votes}
     named: dict[str, int] = {}
     for line in records:
         digest = str(line.fields.get("placement", ""))
