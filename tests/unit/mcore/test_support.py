@@ -42,6 +42,8 @@ def plain(**given: Any) -> Namespace:
         "fp8_recipe": "delayed",
         "mtp_num_layers": None,
         "heterogeneous_layers_config_path": None,
+        "bf16": False,
+        "fp16": False,
     }
     return Namespace(**{**base, **given})
 
@@ -211,11 +213,26 @@ def test_exact_mode_takes_microbatches_of_any_size_and_loss(asked: dict[str, Any
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_recomputing_an_mlp_with_biases_is_refused_as_its_backward_would_not_end(elastic: bool) -> None:
-    given = {"elastic": elastic, "recompute_modules": ["core_attn", "mlp"]}
-    with pytest.raises(BadInput, match=r"--recompute-modules mlp .* --disable-bias-linear"):
-        check(plain(**given), ElasticConfig(), "cpu", [])
-    check(plain(**given, add_bias_linear=False), ElasticConfig(), "cpu", [])
+@pytest.mark.parametrize(
+    ("given", "words", "mended"),
+    [
+        (
+            {"recompute_modules": ["mlp"]},
+            "--recompute-modules mlp .* --disable-bias-linear",
+            {"add_bias_linear": False},
+        ),
+        ({"moe_latent_size": 8}, "--moe-latent-size 8 needs the layers of Transformer", {"moe_latent_size": None}),
+        ({"fp32_residual_connection": True, "bf16": True}, "--fp32-residual-connection with", {"bf16": False}),
+    ],
+)
+def test_what_the_layers_of_a_cpu_cannot_compute_is_refused(
+    elastic: bool, given: dict[str, Any], words: str, mended: dict[str, Any]
+) -> None:
+    asked = {"elastic": elastic, **given}
+    with pytest.raises(BadInput, match=words):
+        check(plain(**asked), ElasticConfig(), "cpu", [])
+    check(plain(**asked), ElasticConfig(), "cuda", [])
+    check(plain(**{**asked, **mended}), ElasticConfig(), "cpu", [])
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:

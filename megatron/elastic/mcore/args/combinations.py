@@ -14,12 +14,12 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args.moments import moment_faults
 
 __all__ = [
+    "layer_faults",
     "mask_faults",
     "packing_faults",
     "pickled_scales",
     "precision_faults",
     "prediction_faults",
-    "recompute_faults",
 ]
 
 _ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -114,10 +114,20 @@ def packing_faults(args: Namespace) -> Iterator[str]:
             yield f"--sft with {flag} is not supported on Megatron's own layers: leave one of the two out"
 
 
-def recompute_faults(args: Namespace, platform: str) -> Iterator[str]:
-    """Yield what cannot be recomputed, also without ``--elastic``: a bias that is returned makes backward endless."""
-    if platform == "cpu" and "mlp" in (getattr(args, "recompute_modules", None) or ()) and args.add_bias_linear:
+def layer_faults(args: Namespace, platform: str) -> Iterator[str]:
+    """Yield what Megatron's own layers, which are those of a CPU, cannot compute, also without ``--elastic``."""
+    if platform != "cpu":
+        return
+    if "mlp" in (getattr(args, "recompute_modules", None) or ()) and args.add_bias_linear:
+        # A bias that is returned is an output of the checkpoint, whose backward then calls itself.
         yield "--recompute-modules mlp never ends on layers with biases: add --disable-bias-linear, or leave out mlp"
+    if getattr(args, "moe_latent_size", None):
+        yield f"--moe-latent-size {args.moe_latent_size} needs the layers of Transformer Engine: leave it out on a CPU"
+    if getattr(args, "fp32_residual_connection", False) and (args.bf16 or args.fp16):
+        yield (
+            f"--fp32-residual-connection with --{'bf16' if args.bf16 else 'fp16'}: a CPU's norms take inputs and "
+            "weights of one type: leave one of the two out"
+        )
 
 
 def prediction_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -260,7 +260,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield from shared_experts.faults(args, config, platform)
     if args.num_experts:
         yield from _expert_faults(args, platform)
-    yield from combinations.recompute_faults(args, platform)
+    yield from combinations.layer_faults(args, platform)
     yield from combinations.packing_faults(args)
 
 
