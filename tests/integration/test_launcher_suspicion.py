@@ -59,6 +59,24 @@ while True:
     d = agree()
 """
 
+NATIVE = """
+import ctypes
+waits = [None]
+m.sample(lambda: waits[0])
+for _ in range(3):  # so that waits have a profile
+    waits[0] = Activity(-1, "communication", ((m.rank + 1) % 3,))
+    time.sleep(0.6)
+    waits[0] = None
+    time.sleep(0.6)
+waits[0] = Activity(-1, "communication", (0,) if m.rank else (1, 2))
+time.sleep(0.6)
+# The waits of ranks 1 and 2 are over, but no thread of theirs can tell: native code holds the interpreter's lock.
+ctypes.PyDLL(None).sleep(15) if m.rank else time.sleep(15)
+waits[0] = None
+say("through", generation=m.frozen())
+m.finish(0)
+"""
+
 LINK = """
 say("ready")
 for _ in range(2):
@@ -120,6 +138,13 @@ def test_a_circle_is_formed_anew_once_and_then_ends_the_job(tmp_path: Path) -> N
     again = done.of("decided", generation=2)
     assert {event["rank"] for event in again} == {0, 1, 2} and all(event["lost"] == [] for event in again)
     assert "none is at fault, for the second time" in done.text()
+
+
+@pytest.mark.slow
+def test_native_code_that_holds_the_interpreters_lock_is_no_wait_for_others(tmp_path: Path) -> None:
+    done, code = run(tmp_path, NATIVE)
+    assert code == 0, done.text()
+    assert {(event["rank"], event["generation"]) for event in done.of("through")} == {(0, 1), (1, 1), (2, 1)}
 
 
 def test_two_living_ranks_that_blame_each_other_reconnect_and_then_the_higher_goes(tmp_path: Path) -> None:

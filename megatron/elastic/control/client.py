@@ -67,6 +67,8 @@ class WorkerMembership(WorkerProtocol):
         self._sampler: Callable[[], Activity | None] | None = None
         self._activity = Activity(-1, "launch")
         self._sampled: Activity | None = None
+        self._shows_sample = False
+        """The sampled activity is the published one."""
         self._closed = threading.Event()
 
     @classmethod
@@ -93,7 +95,7 @@ class WorkerMembership(WorkerProtocol):
     def publish(self, activity: Activity) -> None:
         """See :meth:`Membership.publish`."""
         with self._publishing:
-            self._activity = activity
+            self._activity, self._shows_sample = activity, False
             self._slot.publish(activity)
 
     def committed(self, step: Committed) -> None:
@@ -160,6 +162,9 @@ class WorkerMembership(WorkerProtocol):
             if sampled != self._sampled:
                 self._sampled = sampled
                 self._slot.publish(published if sampled is None else sampled)
+                self._shows_sample = sampled is not None
+            if self._shows_sample:
+                self._slot.watched()
 
     def _receive(self) -> None:
         try:

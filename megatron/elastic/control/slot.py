@@ -10,6 +10,7 @@ Layout (little endian)::
 
     at 0     u64 lease end ns | u64 sequence | i64 step | u64 progress | u64 stamp ns | u64 usual ns
              i32 finished | i32 code | u16 phase length | u16 waiting count | 64 bytes phase | u32 × 256 waiting for
+    at 1400  u64 stamp ns of the newest look at the published wait; 0: no wait in native code is published
     at 1536  u64 sequence | i64 step | i64 target | i64 samples | f64 seconds | f64 loss | u64 stamp ns
     at 2048  u32 exit reason
     at 2304  u64 sequence | i64 × 6 counts | f64 × 4 seconds and share | f64 × 6 seconds by cause
@@ -40,6 +41,7 @@ from megatron.elastic.control.observations import CAUSES
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
+_WATCHED_AT = 1400
 _COMMITTED_AT = 1536
 _REASON_AT = 2048
 _FIGURES_AT = 2304
@@ -78,6 +80,8 @@ class Glimpse:
     usual_ns: int = 0
     """Duration of this phase here when it ended last; 0: it never did. Measured by the worker: an agent
     that looks now and then may never see a short phase at all."""
+    watched_ns: int = 0
+    """When the worker last saw that it still waits in native code (ns, monotonic); 0: it published no such wait."""
 
 
 class Slot:
@@ -114,7 +118,12 @@ class Slot:
         self._sequence += 2
         _BEGUN.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1, activity.step, self._progress, now, usual)
         self._map[_AT_COUNTS : _AT_COUNTS + len(tail)] = tail
+        _U64.pack_into(self._map, _WATCHED_AT, 0)
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+
+    def watched(self) -> None:
+        """Note that the published wait, which native code makes, still goes on."""
+        _U64.pack_into(self._map, _WATCHED_AT, time.monotonic_ns())
 
     def commit(self, step: Committed) -> None:
         """Write the newest committed step; costs a few stores."""
@@ -167,8 +176,10 @@ class Slot:
             phase_length, count = _COUNTS.unpack_from(self._map, _AT_COUNTS)
             phase = self._map[_AT_PHASE : _AT_PHASE + min(phase_length, _PHASE_BYTES)]
             waiting = struct.unpack_from(f"<{min(count, _MAX_WAITING)}I", self._map, _AT_WAITING)
+            watched = int(_U64.unpack_from(self._map, _WATCHED_AT)[0])
             if _U64.unpack_from(self._map, _AT_SEQUENCE)[0] == before:
-                self._last = Glimpse(Activity(step, phase.decode(errors="replace"), waiting), progress, stamp, usual)
+                activity = Activity(step, phase.decode(errors="replace"), waiting)
+                self._last = Glimpse(activity, progress, stamp, usual, watched)
                 break
         return self._last
 

@@ -37,12 +37,14 @@ class Timing:
     """A link between ranks breaks when the host of one has acknowledged nothing for this long; well before ``hang``."""
     apart: float
     """The report that a host was silent waits this long for those of the other ranks."""
+    unseen: float
+    """A wait in native code that the worker itself has not seen for this long is not believed; well before ``hang``."""
     hang: float
     """Least time without progress, anywhere, before the wait-for graph is asked."""
     hang_factor: float
     """The same as a multiple of the longest time the phase has taken so far."""
     hang_unknown: float
-    """The same while a phase has never been seen to end."""
+    """The same while a phase has never been seen to end; at least the limit that the script sets for its set-up."""
     patience: float
     """An agent that cannot reach the store tries again for this long before it gives the job up."""
     quarantine: float
@@ -51,8 +53,8 @@ class Timing:
     """Between two looks at the hardware of a node (``--elastic-health``)."""
 
     @classmethod
-    def derive(cls, detection_timeout: float) -> Timing:
-        """All of them from ``--elastic-detection-timeout``."""
+    def derive(cls, detection_timeout: float, setup: float = 0.0) -> Timing:
+        """All of them from ``--elastic-detection-timeout``; ``setup``: ``--distributed-timeout-minutes`` in seconds."""
         unit = detection_timeout
         return cls(
             look=min(unit / 5, 0.25),
@@ -65,9 +67,10 @@ class Timing:
             resumed=unit,
             silent=20 * unit,
             apart=5 * unit,
+            unseen=10 * unit,
             hang=30 * unit,
             hang_factor=10.0,
-            hang_unknown=600 * unit,
+            hang_unknown=max(600 * unit, setup),
             patience=60 * unit,
             quarantine=60 * unit,
             examine=5 * unit,

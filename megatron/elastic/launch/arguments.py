@@ -25,7 +25,7 @@ from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import RENDEZVOUS_OPTIONS, NodePlace, derive, without_brackets
 from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret, web_token, webhook_url
-from megatron.elastic.launch.settings import cell_size, elastic_settings, exit_signal, without_webhook
+from megatron.elastic.launch.settings import cell_size, elastic_settings, exit_signal, setup_seconds, without_webhook
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.zygote_messages import Kind
 
@@ -109,6 +109,8 @@ class JobSpec:
     settings: ElasticConfig
     cell: int
     """Ranks that compute together, as the script's arguments have it (tensor × context parallelism)."""
+    setup_seconds: float
+    """Time that the script's arguments leave for its set-up; 0: not given."""
     secret: str = field(repr=False)
     """Hex digits that every process of the job knows, and no other."""
     web_token: str = field(default="", repr=False)
@@ -241,6 +243,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         elastic=elastic,
         settings=settings,
         cell=1 if checks else cell_size(args.training_script_args),
+        setup_seconds=0.0 if checks else setup_seconds(args.training_script_args),
         secret=secret,
         web_token=token,
         webhook=webhook,

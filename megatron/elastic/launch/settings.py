@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 
-__all__ = ["cell_size", "elastic_settings", "exit_signal", "without_webhook"]
+__all__ = ["cell_size", "elastic_settings", "exit_signal", "setup_seconds", "without_webhook"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -74,6 +74,16 @@ def cell_size(arguments: Sequence[str]) -> int:
     They are ``--tensor-model-parallel-size`` × ``--context-parallel-size``, each 1 if not given.
     """
     return prod(_size(wanted, arguments) for wanted in ("--tensor-model-parallel-size", "--context-parallel-size"))
+
+
+def setup_seconds(arguments: Sequence[str]) -> float:
+    """Return ``--distributed-timeout-minutes`` in seconds, 0 if not given. Raises :class:`ConfigError`.
+
+    Users raise it for a set-up that takes long, such as the first building of a large dataset's indices.
+    """
+    wanted = "--distributed-timeout-minutes"
+    given = any(argument.partition("=")[0].replace("_", "-") == wanted for argument in arguments)
+    return 60.0 * _size(wanted, arguments) if given else 0.0
 
 
 def _size(wanted: str, arguments: Sequence[str]) -> int:

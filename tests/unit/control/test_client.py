@@ -241,9 +241,13 @@ def test_a_sampled_wait_keeps_the_step_and_gives_way_to_what_was_published(agent
     agent.worker.publish(Activity(7, "compute"))
     while agent.slot.look().activity != Activity(7, "communication", (0,)):
         time.sleep(0.005)
+    first = agent.slot.look().watched_ns
+    while agent.slot.look().watched_ns <= first:  # it says so again and again
+        time.sleep(0.005)
     waits.append(None)
     while agent.slot.look().activity != Activity(7, "compute"):
         time.sleep(0.005)
+    assert agent.slot.look().watched_ns == 0
 
 
 def test_outside_the_launcher_the_error_names_the_launcher() -> None:

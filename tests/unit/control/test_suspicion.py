@@ -166,4 +166,7 @@ def test_all_timeouts_keep_their_order_whatever_the_setting(unit: float) -> None
     assert 2 * timing.look + timing.stopped <= unit, "a stopped process is found within the detection time-out"
     assert timing.beat < timing.fence < timing.lease < timing.hang < timing.hang_unknown
     assert timing.lease < timing.silent + timing.apart < timing.hang, "a lost node is no cut-off one, nor a hang"
+    assert timing.unseen < timing.hang, "a wait that is over is known before a hang is looked for"
+    assert Timing.derive(unit, 1e6).hang_unknown == 1e6, "a script may need longer for its set-up"
+    assert Timing.derive(unit, 600 * unit) == timing
     assert timing.fence + 2 * timing.beat < timing.lease, "workers fence themselves before others count them lost"

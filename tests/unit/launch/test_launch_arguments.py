@@ -74,6 +74,16 @@ def test_megatrons_exit_signal_drains_the_job_as_well(script: str, arguments: li
     assert parse([script, *arguments], {}).exit_signal == "", "another program handles its signals itself"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [([], 0.0), (["--distributed-timeout-minutes", "90"], 5400.0), (["--distributed_timeout_minutes=5"], 300.0)],
+)
+def test_a_script_says_how_long_its_set_up_may_take(script: str, arguments: list[str], seconds: float) -> None:
+    assert parse([script, "--elastic", *arguments], {}).setup_seconds == seconds
+    with pytest.raises(BadCommand, match="--distributed-timeout-minutes takes an integer above 0, got 'x'"):
+        parse([script, "--elastic", "--distributed-timeout-minutes", "x"], {})
+
+
 @pytest.mark.parametrize("name", ["SIGNOTHING", "SIGKILL"])
 def test_an_exit_signal_that_cannot_be_handled_is_refused(script: str, name: str) -> None:
     with pytest.raises(BadCommand, match="--exit-signal takes names of signals that can be handled"):

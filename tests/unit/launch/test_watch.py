@@ -15,6 +15,7 @@ import pytest
 
 from megatron.elastic.control.membership import Activity
 from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.watch import Watch
 from megatron.elastic.launch.workers.pool import Worker
@@ -52,6 +53,11 @@ class Node:
                 return
             pause(0.01)
         raise AssertionError(f"the child is in state {process_state(self.child.pid)}")
+
+    def idle(self) -> Idle:
+        found = self.watch.idle(self.worker)
+        assert found is not None
+        return found
 
     def close(self) -> None:
         self.child.kill()
@@ -146,3 +152,46 @@ def test_a_worker_that_is_gone_is_forgotten(node: Node) -> None:
     node.look()
     node.watch.look([])
     assert node.watch.idle(node.worker) is None
+
+
+class Clock:
+    """The clock that worker and agent share, ns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = time.monotonic_ns()
+        monkeypatch.setattr("megatron.elastic.launch.agent.watch.time.monotonic_ns", lambda: self.ns)
+
+    def advance(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+def test_a_wait_that_the_worker_has_not_seen_for_long_is_not_believed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its control thread tells waits in native code, and does not run while such code holds the interpreter's lock."""
+    clock = Clock(monkeypatch)
+    node.slot.publish(Activity(-1, "communication", (1, 2)))
+    node.slot.watched()
+    clock.advance(0.9 * TIMING.unseen)
+    node.look()
+    assert node.idle().waiting_for == (1, 2)
+    clock.advance(0.2 * TIMING.unseen)
+    node.looks(2 * TIMING.hang)
+    idle = node.idle()
+    assert idle.waiting_for == () and idle.limit == TIMING.hang_unknown, "it may do anything, and for how long?"
+    node.slot.watched()
+    node.look()
+    assert node.idle().waiting_for == (1, 2), "it waits indeed"
+    assert node.idle().seconds == 0.0, "it has run meanwhile"
+
+
+def test_what_the_training_thread_tells_is_believed_however_long_ago(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    node.slot.publish(Activity(-1, "communication", (3,)))
+    node.slot.watched()
+    node.slot.publish(Activity(3, "reduce", (1, 2)))
+    clock.advance(2 * TIMING.hang)
+    node.looks(2 * TIMING.hang)
+    assert node.idle().waiting_for == (1, 2)

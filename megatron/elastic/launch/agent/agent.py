@@ -80,7 +80,7 @@ class Agent:
     def __init__(self, job: JobSpec, loop: Loop, pool: Pool, members: JobMembers) -> None:
         self.job, self.members = job, members
         self.node = members.node
-        self.timing = Timing.derive(job.settings.detection_timeout)
+        self.timing = Timing.derive(job.settings.detection_timeout, job.setup_seconds)
         self.clock = JobClock()
         self.exit_code: int | None = None
         self._loop, self._pool = loop, pool

@@ -7,6 +7,10 @@ made (:mod:`megatron.elastic.control.suspicion`).
 
 When the agent itself was kept from running, nothing seen before counts: a
 suspended machine or job must not lose ranks when it wakes up.
+
+A wait in native code is told by a thread of the worker that looks at it again and again. Native code that holds the
+interpreter's lock, such as that which builds indices of data for minutes, keeps that thread from running: the wait
+told last may be over, and is not believed any more.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.slot import Glimpse
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.workers.pool import Worker
 from megatron.elastic.launch.workers.processes import process_state
 
 __all__ = ["Watch"]
+
+_NATIVE = "native code"
+"""Phase of a worker whose wait is not believed. No such phase is seen to end, so it may last the longest."""
 
 
 @dataclass
@@ -72,11 +80,12 @@ class Watch:
 
     def _look_at(self, worker: Worker, now: float) -> None:
         glimpse = worker.slot.look()
+        activity = self._believed(glimpse)
         seen = self._seen.get(worker.number)
         if seen is None:
-            self._seen[worker.number] = seen = _Progress(glimpse.progress, glimpse.activity, now)
-        elif glimpse.progress != seen.progress:
-            seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
+            self._seen[worker.number] = seen = _Progress(glimpse.progress, activity, now)
+        elif (glimpse.progress, activity) != (seen.progress, seen.activity):
+            seen.progress, seen.activity, seen.changed = glimpse.progress, activity, now
         phase, usual = glimpse.activity.phase, glimpse.usual_ns / 1e9
         # A time beyond the limit was a hang: it must not raise the limit.
         if 0.0 < usual <= self._limit(phase):
@@ -88,6 +97,13 @@ class Watch:
             seen.stopped_since = now
         elif now - seen.stopped_since >= self._timing.stopped:
             self._stopped(worker)
+
+    def _believed(self, glimpse: Glimpse) -> Activity:
+        """Return the activity that ``glimpse`` tells, without a wait that the worker has not seen for too long."""
+        unseen_ns = time.monotonic_ns() - glimpse.watched_ns
+        if glimpse.watched_ns and unseen_ns > self._timing.unseen * 1e9:
+            return Activity(glimpse.activity.step, _NATIVE)
+        return glimpse.activity
 
     def _start_over(self, now: float) -> None:
         for seen in self._seen.values():
