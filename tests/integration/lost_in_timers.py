@@ -1,6 +1,7 @@
-"""``pretrain_gpt.py`` in which rank ``LOST_RANK`` dies as the ranks gather how long their second save took.
+"""``pretrain_gpt.py`` in which rank ``LOST_RANK`` dies as the ranks gather their times of a timer for the second time.
 
-Megatron does that outside the save; no named point is there, as it is no code of ours.
+``LOST_RANK_TIMER`` names it. By default that is how long their second save took, which Megatron gathers outside the
+save; ``forward-backward`` is in the second log line. No named point is there, as it is no code of ours.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def or_die(gather: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's own, if this process lives."""
-    saves = 0
+    timer, times = os.environ.get("LOST_RANK_TIMER", "save-checkpoint"), 0
 
     def replacement(timers: Any, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        nonlocal saves
-        saves += "save-checkpoint" in names
-        if saves == 2 and os.environ["LOST_RANK"] == os.environ["RANK"] and os.environ[env.INCARNATION] == "0":
+        nonlocal times
+        times += timer in names
+        if times == 2 and os.environ["LOST_RANK"] == os.environ["RANK"] and os.environ[env.INCARNATION] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(timers, names, *args, **kwargs)
 

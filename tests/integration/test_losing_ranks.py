@@ -404,3 +404,23 @@ def test_a_rank_that_is_back_within_the_first_step_logs_it_too(tmp_path: Path) -
     job = elastic_job(tmp_path, 2, 1, 2, 4, "--log-interval", "4", *faults, seconds=120)
     assert job.code == 0, job.output[-4000:]
     assert "step 1 joined by 1, re-run" in job.output and sorted(job.losses) == [1, 4]
+
+
+@pytest.mark.slow
+def test_a_repeated_log_line_has_the_time_of_its_whole_interval(tmp_path: Path) -> None:
+    """The rank that prints is lost in the line, when the timers have been read and have begun anew."""
+    slow = ("--elastic-allow-inject", "--elastic-inject", "delay:rank=0,step=2,seconds=1.5")
+    job = elastic_job(
+        tmp_path,
+        2,
+        1,
+        1,
+        4,
+        *("--log-interval", "3", "--timing-log-level", "1", "--no-elastic-respawn", *slow),
+        script=ROOT / "tests/integration/lost_in_timers.py",
+        environment={"LOST_RANK": "1", "LOST_RANK_TIMER": "forward-backward"},
+    )
+    assert job.code == 0, job.output[-4000:]
+    assert re.search(r"step 3 between steps, 0 steps lost", job.output), job.output[-4000:]
+    times = re.findall(r"iteration\s+3/.*?elapsed time per iteration \(ms\): (\S+)", job.output)
+    assert len(times) == 2 and all(float(time) >= 500.0 for time in times), "three steps, one of which sleeps"

@@ -82,3 +82,18 @@ def test_a_newcomer_knows_whether_the_first_step_is_logged(monkeypatch: pytest.M
     member.interval.step()
     newcomer.take(member.interval.for_newcomer())
     assert not newcomer.first and not member.interval.first
+
+
+def test_a_line_that_is_repeated_has_the_times_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Loop(LogInterval(), monkeypatch)
+    member.interval.step()
+    running, ended = (member.timers(name, log_level=0) for name in ("interval-time", "forward-backward"))
+    running.set_elapsed(100.0)
+    ended.set_elapsed(50.0)
+    member.interval.begin_line()
+    assert running.elapsed() >= 100.0 and ended.elapsed() == 50.0, "the line, in which a rank is lost"
+    assert member.interval.for_newcomer()["seconds"] >= 100.0, "a newcomer may print it"
+    member.interval.restore_times()
+    assert running.elapsed() >= 100.0 and ended.elapsed() == 50.0
+    member.interval.after_log({})
+    assert member.interval.for_newcomer()["seconds"] < 100.0

@@ -28,9 +28,13 @@ class LogInterval:
         self._first_at_step = True
         self._told: Mapping[str, Any] | None = None
         """What a newcomer was told, until its loop has its first step behind it."""
+        self._times: Mapping[str, float] | None = None
+        """While a line is under way: the seconds of Megatron's timers before it."""
 
     def for_newcomer(self) -> Mapping[str, Any]:
         """Return the sums at the begin of the present step, and the seconds since the last line."""
+        if self._times is not None:
+            self.restore_times()  # a newcomer that takes part in the line, too, prints the time before it
         numbers = {name: _number(value) for name, value in self._at_step.items()}
         seconds = 0.0 if self._told is None else float(self._told["seconds"])
         return {"sums": numbers, "seconds": seconds + _elapsed(), "first": self._first_at_step}
@@ -58,7 +62,18 @@ class LogInterval:
 
     def after_log(self, sums: Mapping[str, Any]) -> None:
         """Note the sums that the loop goes on with."""
-        self._sums, self.first = dict(sums), False
+        self._sums, self.first, self._times = dict(sums), False, None
+
+    def begin_line(self) -> None:
+        """Note the times before a line, which reads the timers and has them begin anew."""
+        # A timer that runs is stopped and started again, so its seconds so far are those noted here.
+        self._times = {name: float(timer.elapsed(reset=False)) for name, timer in _timers().items()}
+
+    def restore_times(self) -> None:
+        """Have the timers go on as if the line under way had not read them."""
+        times = self._times or {}
+        for name, timer in _timers().items():
+            timer.set_elapsed(times.get(name, 0.0))
 
 
 def _number(value: Any) -> int | float:
@@ -68,3 +83,8 @@ def _number(value: Any) -> int | float:
 def _elapsed() -> float:
     """Return the seconds that the loop's timer has run since the last line."""
     return float(get_timers()(_TIMER, log_level=0).elapsed(reset=False))
+
+
+def _timers() -> Mapping[str, Any]:
+    timers: Mapping[str, Any] = get_timers()._timers
+    return timers

@@ -271,11 +271,13 @@ class TrainingLoop:
                 self._setup.reporter.flush()
                 return result
             before = copy.deepcopy(totals)
+            self._interval.begin_line()
             totals.clear()  # the line of a newcomer that only passes it has been printed
 
             def body() -> Any:
                 totals.clear()
                 totals.update(copy.deepcopy(before))
+                self._interval.restore_times()  # a repeated line has the times of the whole interval
                 return original(**call)
 
             result = self._engine.fenced(body, reads_parameters=False)  # the norm of parameters is that of masters
