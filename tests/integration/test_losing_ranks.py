@@ -424,3 +424,19 @@ def test_a_repeated_log_line_has_the_time_of_its_whole_interval(tmp_path: Path) 
     assert re.search(r"step 3 between steps, 0 steps lost", job.output), job.output[-4000:]
     times = re.findall(r"iteration\s+3/.*?elapsed time per iteration \(ms\): (\S+)", job.output)
     assert len(times) == 2 and all(float(time) >= 500.0 for time in times), "three steps, one of which sleeps"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_back_behind_the_first_line_counts_the_first_step_in_the_second(tmp_path: Path) -> None:
+    """Megatron has the first step in both lines. The rank that prints returns in the evaluation between them."""
+    evaluates = ("--log-interval", "3", "--eval-interval", "1", "--eval-iters", "1", "--elastic-allow-inject")
+    calm, killed = (
+        elastic_job(tmp_path / name, 2, 1, 2, 3, *evaluates, *faults, seconds=120)
+        for name, faults in (
+            ("calm", ()),
+            ("killed", ("--elastic-inject", "kill:rank=1,step=1,point=in_evaluate")),
+        )
+    )
+    assert (calm.code, killed.code) == (0, 0), killed.output[-4000:]
+    assert "step 1 joined by 1" in killed.output
+    assert sorted(calm.losses) == [1, 3] and killed.losses == pytest.approx(calm.losses, rel=1e-5)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.timers import Timers
 from megatron.training import global_vars
 
-from megatron.elastic.mcore.loop.log_interval import LogInterval
+from megatron.elastic.mcore.loop.log_interval import LogInterval, numbers
 
 pytestmark = pytest.mark.usefixtures("cpu_as_device")
 
@@ -46,13 +46,15 @@ def test_a_newcomer_goes_on_with_the_sums_and_the_time_of_the_members(monkeypatc
     member.interval.step()
     member.timers("interval-time", log_level=0).set_elapsed(100.0)
     told = json.loads(json.dumps(member.interval.for_newcomer()))
-    assert told["sums"] == {"lm loss": 3.75, "advanced iterations": 2} and told["seconds"] >= 100.0
+    assert told["sums"] == {"lm loss": [3.75, 0.0], "advanced iterations": [2.0, 1.0]} and told["seconds"] >= 100.0
 
     newcomer = Loop(LogInterval(), monkeypatch)
     newcomer.interval.take(told)
     monkeypatch.setattr(global_vars, "_GLOBAL_TIMERS", newcomer.timers)
     again = newcomer.interval.for_newcomer()
-    assert again["sums"] == told["sums"] and again["seconds"] >= told["seconds"], "it may tell another newcomer"
+    assert json.loads(json.dumps(again["sums"])) == told["sums"] and again["seconds"] >= told["seconds"], (
+        "it may tell another newcomer"
+    )
     member.step(4.0)
     newcomer.step(4.0)
     assert newcomer.sums == member.sums and member.sums["lm loss"].item() == 7.75
@@ -67,7 +69,7 @@ def test_sums_are_those_of_the_begin_of_a_step(monkeypatch: pytest.MonkeyPatch) 
     member = Loop(LogInterval(), monkeypatch)
     member.step(1.5)
     member.step(2.25)
-    assert member.interval.for_newcomer()["sums"] == {"lm loss": 1.5, "advanced iterations": 1}
+    assert member.interval.for_newcomer()["sums"] == {"lm loss": (1.5, 0.0), "advanced iterations": (1.0, 1.0)}
 
 
 def test_a_newcomer_knows_whether_the_first_step_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,3 +99,19 @@ def test_a_line_that_is_repeated_has_the_times_before_it(monkeypatch: pytest.Mon
     assert running.elapsed() >= 100.0 and ended.elapsed() == 50.0
     member.interval.after_log({})
     assert member.interval.for_newcomer()["seconds"] < 100.0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_newcomer_that_passes_a_line_goes_on_as_the_members_do(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """The job's first line resets nothing; after another one the sums are 0 and the time begins anew."""
+    told = {"sums": {"lm loss": (3.5, 0.0)}, "seconds": 100.0, "first": first}
+    after = {"lm loss": torch.tensor([4.5 if first else 0.0]), "advanced iterations": 2 if first else 0}
+    newcomer = Loop(LogInterval(), monkeypatch)
+    newcomer.interval.take(told)
+    newcomer.interval.step()
+    newcomer.interval.before_log(newcomer.sums)
+    newcomer.interval.begin_line()
+    newcomer.interval.pass_line(newcomer.sums, numbers(after))
+    newcomer.interval.after_log(newcomer.sums)
+    assert newcomer.sums == after and isinstance(newcomer.sums["advanced iterations"], int)
+    assert (newcomer.interval.for_newcomer()["seconds"] >= 100.0) == first

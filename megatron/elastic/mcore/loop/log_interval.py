@@ -6,13 +6,13 @@ adds them up by itself, and the highest living rank prints. So a newcomer goes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.training import get_timers
 
-__all__ = ["LogInterval"]
+__all__ = ["LogInterval", "numbers"]
 
 _TIMER = "interval-time"
 
@@ -35,13 +35,13 @@ class LogInterval:
         """Return the sums at the begin of the present step, and the seconds since the last line."""
         if self._times is not None:
             self.restore_times()  # a newcomer that takes part in the line, too, prints the time before it
-        numbers = {name: _number(value) for name, value in self._at_step.items()}
         seconds = 0.0 if self._told is None else float(self._told["seconds"])
-        return {"sums": numbers, "seconds": seconds + _elapsed(), "first": self._first_at_step}
+        return {"sums": numbers(self._at_step), "seconds": seconds + _elapsed(), "first": self._first_at_step}
 
     def take(self, told: Mapping[str, Any]) -> None:
         """Note what members told this newcomer."""
-        self._told, self._sums, self._at_step = told, told["sums"], told["sums"]
+        self._told = told
+        self._sums = self._at_step = _of_message(told["sums"])
         self.first = self._first_at_step = told["first"]
 
     def step(self) -> None:
@@ -53,12 +53,19 @@ class LogInterval:
         told, self._told = self._told, None
         if told is None:
             return
-        device = torch.device(torch.cuda.current_device())
-        for name, value in told["sums"].items():
-            whole = isinstance(value, int)
-            sums[name] = value if whole else torch.tensor([value], dtype=torch.float32, device=device)
+        sums.update(self._sums)
         timer = get_timers()(_TIMER, log_level=0)
         timer.set_elapsed(timer.elapsed(reset=False) + float(told["seconds"]))
+
+    def pass_line(self, sums: dict[str, Any], after: Mapping[str, tuple[float, float]]) -> None:
+        """Set ``sums`` to those of the members ``after`` a line that was over when this newcomer was admitted.
+
+        They are 0, but not after the job's first line, which resets nothing.
+        """
+        sums.clear()
+        sums.update(_of_message(after))
+        if not self.first:
+            get_timers()(_TIMER, log_level=0).elapsed(reset=True)
 
     def after_log(self, sums: Mapping[str, Any]) -> None:
         """Note the sums that the loop goes on with."""
@@ -76,8 +83,18 @@ class LogInterval:
             timer.set_elapsed(times.get(name, 0.0))
 
 
-def _number(value: Any) -> int | float:
-    return value if isinstance(value, int) else float(value)
+def numbers(sums: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return ``sums`` for a message: name → (sum, 1 if it is a count, else 0)."""
+    return {name: (float(value), float(isinstance(value, int))) for name, value in sums.items()}
+
+
+def _of_message(told: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the sums of a message in the types that Megatron's loop has."""
+    device = torch.device(torch.cuda.current_device())
+    return {
+        name: int(value) if count else torch.tensor([value], dtype=torch.float32, device=device)
+        for name, (value, count) in told.items()
+    }
 
 
 def _elapsed() -> float:

@@ -26,7 +26,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, each_of, told_of
-from megatron.elastic.mcore.loop.log_interval import LogInterval
+from megatron.elastic.mcore.loop.log_interval import LogInterval, numbers
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
 from megatron.elastic.mcore.model import delayed_scales, vocabulary_range
@@ -270,21 +270,25 @@ class TrainingLoop:
                 self._setup.reporter.log(figures, call["iteration"])
                 self._setup.reporter.flush()
                 return result
-            before = copy.deepcopy(totals)
+            before, report_memory = copy.deepcopy(totals), call["report_memory_flag"]
             self._interval.begin_line()
-            totals.clear()  # the line of a newcomer that only passes it has been printed
 
-            def body() -> Any:
+            def body() -> dict[str, tuple[float, float]]:
+                nonlocal report_memory
                 totals.clear()
                 totals.update(copy.deepcopy(before))
                 self._interval.restore_times()  # a repeated line has the times of the whole interval
-                return original(**call)
+                report_memory = original(**call)
+                return numbers(totals)
 
-            result = self._engine.fenced(body, reads_parameters=False)  # the norm of parameters is that of masters
+            # The norm of parameters is that of masters.
+            after = self._engine.fenced(body, reads_parameters=False)
+            if self._engine.behind:  # a newcomer only passes a line that has been printed
+                self._interval.pass_line(totals, after)
             self._interval.after_log(totals)
             self._setup.reporter.log(figures, call["iteration"])
             self._setup.reporter.flush()
-            return result
+            return report_memory
 
         return replacement
 
