@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.elastic_job import MODEL, JobResult, elastic_job
+from tests.integration.elastic_job import MODEL, ROOT, JobResult, elastic_job
 from tests.integration.test_cpu_layouts import logs
 from tests.integration.test_engine_parity import NO_DROPOUT, Case, run_plain
 from tests.integration.test_rank_orders import BACK
@@ -125,3 +125,14 @@ def test_a_checkpoint_is_evaluated_without_training_as_by_megatron(tmp_path: Pat
 def all_losses(text: str) -> list[float]:
     """Of each evaluation, in the order of the log."""
     return [float(loss) for loss in re.findall(r"validation loss at iteration .*? lm loss value: (\S+)", text)]
+
+
+@pytest.mark.slow
+def test_a_function_for_values_beside_the_loss_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Megatron calls it with the model in each evaluation, where ranks have other layers after a loss."""
+    script = ROOT / "tests/integration/other_data_training.py"
+    job = elastic_job(tmp_path, 2, 1, 1, 2, "--eval-interval", "1", "--eval-iters", "1", script=script, seconds=120)
+    assert job.code == 1 and "Traceback" not in job.output, job.output[-4000:]
+    (line,) = re.findall(r"^error: (.*)", job.output, re.MULTILINE)
+    assert "non_loss_data_func of pretrain()" in line and "leave it out" in line
+    assert not job.losses and "values beside the loss" not in job.output

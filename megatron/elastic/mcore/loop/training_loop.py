@@ -23,6 +23,7 @@ from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.evaluation import EvaluatedSet, batch_size, each_of, told_of
@@ -120,6 +121,7 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
+            _refuse_other_data(call)
             self._begin(call["forward_step_func"], _of_chunks(call["train_data_iterator"]))
             self._in_loop = True
             result = original(**call)
@@ -234,6 +236,7 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
+            _refuse_other_data(call)
             call["data_iterator"] = sets = _of_chunks(call["data_iterator"])
             # All sets are evaluated before Megatron's function looks for this rank's writers: a loss may change these.
             found = []
@@ -334,6 +337,16 @@ class TrainingLoop:
             return result
 
         return replacement
+
+
+def _refuse_other_data(call: Mapping[str, Any]) -> None:
+    """Refuse functions of the script that Megatron calls with the model, whose layers move between ranks here."""
+    given = [name for name in ("non_loss_data_func", "process_non_loss_data_func") if call.get(name) is not None]
+    if given:
+        raise BadInput(
+            f"{' and '.join(given)} of pretrain(): --elastic evaluates losses only; leave it out, or report the values "
+            "in the dictionary that the loss function returns"
+        )
 
 
 def _time_is_up() -> bool:
