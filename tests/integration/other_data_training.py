@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` that gives ``pretrain()`` a function for values beside the loss, as scripts for Megatron may do."""
+"""``pretrain_gpt.py`` that gives ``pretrain()`` a function for values beside the loss, as scripts may do."""
 
 from __future__ import annotations
 

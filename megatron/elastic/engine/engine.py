@@ -278,7 +278,7 @@ class Engine:
                     tally.report[key] = (before[0] + total, before[1] + count)
         total_of_all = self._added_up(tally)
         self._check_evaluated(total_of_all.ledger, [batch.address for batch in batches])
-        return {name: (total, count) for name, (total, count) in total_of_all.report.items() if count}
+        return total_of_all.report
 
     def _added_up(self, tally: Tally) -> Tally:
         """Return the sum over all ranks of reported values and ledgers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.control.requests import OpenReshape, Pending
 from megatron.elastic.engine.compute.ledger import Ledger
-from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, wishes
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, mean_of, wishes
 from megatron.elastic.state.record import Agreed, Rate, StepRecord
 
 BLOCKS = tuple((unit, shard, index) for unit in range(3) for shard in range(2) for index in range(2))
@@ -132,5 +133,13 @@ def test_a_request_is_agreed_when_every_voter_knows_it_and_a_save_when_one_needs
 def test_what_has_no_slot_is_refused() -> None:
     with pytest.raises(KeyError, match=r"norms of blocks without a slot: \[\(9, 0, 0\)\]"):
         LAYOUT.pack(Tally(norms={(9, 0, 0): 1.0}))
-    with pytest.raises(ValueError, match=r"of 20 values does not fit into 18 slots"):
+    with pytest.raises(ValueError, match=r"of 22 values does not fit into 20 slots"):
         LAYOUT.pack(Tally(rates=(Rate(1.0, 0.0),)))
+
+
+def test_a_name_that_is_not_reported_has_no_mean_and_a_loss_of_no_tokens_is_nan():
+    """Only an evaluation may report a name; all tokens of a batch may be masked."""
+    layout = VoteLayout((), ("accuracy", "lm loss"))
+    total = layout.unpack(*layout.pack(Tally(report={"lm loss": (0.0, 0.0)})))
+    assert total.report == {"lm loss": (0.0, 0.0)}
+    assert math.isnan(mean_of(*total.report["lm loss"])) and mean_of(3.0, 2.0) == 1.5

@@ -10,11 +10,12 @@ depend on the contributors' number or order. The exception are loss sums, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import xxhash
 
@@ -26,10 +27,7 @@ from megatron.elastic.state.expert_layers import ExpertLayers
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import Agreed, Rate
 
-__all__ = ["Tally", "VoteLayout", "agreed_by", "plan_digest", "wishes"]
-
-_Name = TypeVar("_Name")
-_Number = TypeVar("_Number", int, float)
+__all__ = ["Tally", "VoteLayout", "agreed_by", "mean_of", "plan_digest", "wishes"]
 
 
 @dataclass
@@ -94,10 +92,6 @@ _counts_of = attrgetter(*_COUNTS)
 _ledger_counts_of = attrgetter(*_LEDGER_COUNTS)
 
 
-def _by_name(names: Sequence[_Name], pairs: Sequence[_Number]) -> dict[_Name, tuple[_Number, _Number]]:
-    return dict(zip(names, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-
-
 class _Slots(NamedTuple):
     """The first slot of each kind of value behind the norms."""
 
@@ -126,7 +120,7 @@ class VoteLayout:
     @cached_property
     def _at(self) -> _Slots:
         report = _BLOCKS_AT + len(self.blocks)
-        times = report + 2 * len(self.report_keys)
+        times = report + 3 * len(self.report_keys)
         clocks = times + 2 * len(self.ranges)
         rates = clocks + 4 * len(self.clocked)
         tokens = rates + 2 * self.groups
@@ -142,7 +136,7 @@ class VoteLayout:
             raise KeyError(f"norms of blocks without a slot: {sorted(tally.norms.keys() - set(self.blocks))}")
         values += [norm or 0.0 for norm in norms]
         for key in self.report_keys:
-            values += report.get(key, (0.0, 0.0))
+            values += (*report[key], 1.0) if key in report else (0.0, 0.0, 0.0)
         if any(key not in self.report_keys for key in report):
             counts[_UNANNOUNCED_AT] = 1
         for span in self.ranges:
@@ -169,12 +163,17 @@ class VoteLayout:
             tokens=values[0],
             ledger=Ledger(samples, numbers, losses, inputs, gradients, values[1]),
             squares=values[_BLOCKS_AT : at.report],
-            report=_by_name(self.report_keys, values[at.report : at.times]),
-            times=_by_name(self.ranges, times),
+            report=self._reported(values[at.report : at.times]),
+            times=dict(zip(self.ranges, zip(times[::2], times[1::2], strict=True), strict=True)),
             clocks=dict(zip(self.clocked, zip(clocks, clocks, clocks, clocks, strict=True), strict=True)),
             rates=tuple(map(Rate, values[at.rates : at.tokens : 2], values[at.rates + 1 : at.tokens : 2])),
             expert_tokens=self._tokens(values[at.tokens :]),
         )
+
+    def _reported(self, values: Sequence[float]) -> dict[str, tuple[float, float]]:
+        """Return the sums of the names that some rank has reported. A count of 0 is a mean of no tokens."""
+        each = zip(self.report_keys, values[::3], values[1::3], values[2::3], strict=True)
+        return {key: (total, count) for key, total, count, ranks in each if ranks}
 
     def _tokens(self, values: Sequence[float]) -> dict[int, tuple[int, ...]]:
         if self.counted is None:
@@ -184,6 +183,11 @@ class VoteLayout:
             unit: tuple(int(value) for value in values[at * each : (at + 1) * each])
             for at, unit in enumerate(self.counted.units)
         }
+
+
+def mean_of(total: float, count: float) -> float:
+    """Return a reported mean; NaN of no tokens (all are masked), as Megatron computes it."""
+    return total / count if count else math.nan
 
 
 def wishes(tally: Tally, requests: Pending) -> None:

@@ -18,7 +18,7 @@ from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.executor import PassResult
 from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError, differences
-from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, mean_of, plan_digest, wishes
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.view import block_index
@@ -345,6 +345,6 @@ class StepCommit:
     def result(self) -> StepResult:
         """Return the newest step in the form that the host's loop expects."""
         record, settings = self._context.record, self._context.tools.settings
-        losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
+        losses = {key: mean_of(*sums) for key, sums in record.losses.items()}
         zeros = record.zeros if settings.count_zeros else None
         return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)

@@ -22,6 +22,7 @@ from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
+from megatron.elastic.engine.compute.vote import mean_of
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.loop import launch_sizes
@@ -230,7 +231,7 @@ class TrainingLoop:
             if sums == _DRAIN and not self._in_loop:
                 self._shutdown.leave(*self._checkpoints.end(int(self._engine.record.version)))
             return None
-        return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
+        return {key: torch.tensor(mean_of(*pair)) for key, pair in sums.items()}, None, False
 
     def _evaluate_sets(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
