@@ -440,3 +440,16 @@ def test_a_rank_that_is_back_behind_the_first_line_counts_the_first_step_in_the_
     assert (calm.code, killed.code) == (0, 0), killed.output[-4000:]
     assert "step 1 joined by 1" in killed.output
     assert sorted(calm.losses) == [1, 3] and killed.losses == pytest.approx(calm.losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_back_is_not_profiled(tmp_path: Path) -> None:
+    """Its profiler would count other steps: one that is stopped before it records ended the process two steps later."""
+    profiles = ("--profile", "--use-pytorch-profiler", "--profile-step-start", "2", "--profile-step-end", "4")
+    faults = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,step=3,point=after_vote")
+    folders = ("--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "saved"), "--save-interval", "8")
+    job = elastic_job(tmp_path, 2, 1, 2, 8, *profiles, "--profile-ranks", "0", "1", *folders, *faults, seconds=120)
+    assert job.code == 0, job.output[-4000:]
+    assert "step 3 joined by 1" in job.output and len(job.of("loss")) == 1, job.output[-4000:]
+    assert [path.name for path in (tmp_path / "torch_profile").iterdir()] == ["rank-0.json.gz"]
+    assert "--profile: rank 1 has joined" in job.output and "common state" not in job.output.lower()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args, training
+from torch.profiler import ProfilerAction
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.exits import ExitCode
@@ -147,6 +148,7 @@ class TrainingLoop:
             self._counters.take(told)
             self._interval.take(told["interval"])
             self._came_later = True
+            _profile_no_more(self._engine.view.rank)
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -338,6 +340,24 @@ class TrainingLoop:
             return result
 
         return replacement
+
+
+def _profile_no_more(rank: int) -> None:
+    """Have the profiler that Megatron's loop is about to make record nothing, on the newcomer ``rank``.
+
+    It would count steps from the newcomer's first; one that is stopped before it records could end the process later.
+    """
+    settings, schedule = get_args(), torch.profiler.schedule
+    if not (settings.profile and settings.use_pytorch_profiler) or rank not in (settings.profile_ranks or [rank]):
+        return
+
+    def never(*_: Any, **__: Any) -> Callable[[int], ProfilerAction]:
+        torch.profiler.schedule = schedule  # further ones are the script's
+        return lambda _: ProfilerAction.NONE
+
+    # Not by the flag: arguments are equal on all ranks, and checkpoints contain them.
+    torch.profiler.schedule = never
+    print(f"--profile: rank {rank} has joined while the job runs and is not profiled", flush=True)
 
 
 def _refuse_other_data(call: Mapping[str, Any]) -> None:
