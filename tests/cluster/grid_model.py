@@ -26,7 +26,7 @@ class GridModel(SharedSequence, CutModel):
         whole = super().largest_part(tensor, 1, parameters)
         return None if whole is None or parts > LENGTH else whole * longest_part(parts) // LENGTH
 
-    def refusal(self, tensor: int, parts: int) -> str:
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
         """See :class:`ModelInterface`: the chunks of two parts are of one length, as in Megatron."""
         uneven = parts > 1 and LENGTH % (2 * parts)
         return f"CP {parts} takes a length that is a multiple of {2 * parts}, and it is {LENGTH}" if uneven else ""

@@ -96,7 +96,7 @@ class UnitChain:
         """Return the sums over all ranks that compute the loss of other positions."""
         return sums
 
-    def refusal(self, tensor: int, parts: int) -> str:
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
         """See :class:`ModelInterface`."""
         return ""
 

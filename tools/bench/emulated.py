@@ -179,7 +179,7 @@ class EmulatedModel:
         """See :class:`ModelInterface`: ranks share a layer evenly, in any number."""
         return None if self.tensor == 1 or parts > 1 else PPM // tensor
 
-    def refusal(self, tensor: int, parts: int) -> str:
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
         """See :class:`ModelInterface`."""
         return ""
 

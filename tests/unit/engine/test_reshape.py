@@ -247,9 +247,12 @@ def test_groups_of_a_model_of_one_size_are_not_mixed() -> None:
         hardware=Hardware(1 << 50, 10**9),
         sizes=fixed,
         covered=job.covered,
+        refusal=lambda tensor, parts, stages: "three stages are too many" if stages == 3 else "",
     )
     assert views.reshaped(range(4), ParallelSizes(2, 2, 1)).base.sizes == ParallelSizes(2, 2, 1)
     with pytest.raises(PlanError, match="tensor-parallel groups of the launch only"):
         views.reshaped((0, 2, 3, 5), ParallelSizes(2, 2, 1))
     with pytest.raises(PlanError, match="not computed by tensor-parallel groups of 1 ranks"):
         views.reshaped(range(4), ParallelSizes(1, 2, 2))
+    with pytest.raises(PlanError, match="three stages are too many"):
+        views.reshaped(range(6), ParallelSizes(2, 3, 1))

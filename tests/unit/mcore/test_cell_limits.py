@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def limits(transformer_impl: str = "local", **more: Any) -> CellLimits:
 @pytest.mark.parametrize(("tensor", "parts"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2), (1, 3)])
 def test_a_model_with_experts_is_computed_by_cells_that_give_each_rank_equal_parts(tensor: int, parts: int) -> None:
     found = limits()
-    assert found.refusal(tensor, parts) == ""
+    assert found.refusal(tensor, parts, 1) == ""
     assert found.largest_part(tensor, parts, ()) is not None
 
 
@@ -44,7 +45,9 @@ def test_a_model_with_experts_is_computed_by_cells_that_give_each_rank_equal_par
 def test_unequal_parts_of_the_sequence_are_refused_with_experts(tensor: int, parts: int, multiple: int) -> None:
     """Megatron's losses of routers take the same number of tokens on each rank."""
     found = limits()
-    assert f"take a --seq-length that is a multiple of {multiple}, and it is {SEQUENCE}" in found.refusal(tensor, parts)
+    assert f"take a --seq-length that is a multiple of {multiple}, and it is {SEQUENCE}" in found.refusal(
+        tensor, parts, 1
+    )
     assert found.largest_part(tensor, parts, ()) is None
 
 
@@ -63,7 +66,24 @@ def test_unequal_parts_of_the_sequence_are_refused_with_experts(tensor: int, par
 )
 def test_other_sizes_than_the_launchs_are_refused_by_name(more: dict[str, Any], named: str) -> None:
     found = limits(**more)
-    assert found.refusal(2, 1) == "" and found.largest_part(2, 1, ()) is not None
+    assert found.refusal(2, 1, 1) == "" and found.largest_part(2, 1, ()) is not None
     for sizes in ((1, 1), (4, 1), (2, 2)):
-        assert named in found.refusal(*sizes), sizes
+        assert named in found.refusal(*sizes, 1), sizes
         assert found.largest_part(*sizes, ()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"reset_attention_mask": True}, True),
+        ({"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}, False),
+        ({"reset_attention_mask": True, "transformer_impl": "transformer_engine"}, False),
+        ({"reset_attention_mask": False}, False),
+    ],
+)
+def test_several_stages_are_refused_where_layers_read_masks_of_batches(given: dict[str, Any], refused: bool) -> None:
+    """A launch with several stages is refused as well, so a reshape must not lead there."""
+    found = limits()
+    found = replace(found, args=Namespace(**({"transformer_impl": "local"} | given)))
+    assert ("--reset-attention-mask" in found.refusal(2, 1, 2)) == refused
+    assert found.refusal(2, 1, 1) == ""

@@ -71,10 +71,10 @@ def test_some_models_are_computed_by_the_launchs_cells_alone(given: dict[str, An
 def test_a_whole_cell_shares_the_sequence_where_nothing_speaks_against_it(
     shares: bool, given: dict[str, Any], words: str
 ) -> None:
-    said = limits(shares, **given).refusal(4, 2)
+    said = limits(shares, **given).refusal(4, 2, 1)
     assert said.startswith(words) and bool(said) == bool(words)
 
 
 def test_a_whole_cell_cuts_the_sequence_as_megatron_would() -> None:
-    assert "multiple of 6" in limits().refusal(4, 3)
-    assert limits().refusal(4, 1) == ""
+    assert "multiple of 6" in limits().refusal(4, 3, 1)
+    assert limits().refusal(4, 1, 1) == ""

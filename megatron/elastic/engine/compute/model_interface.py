@@ -199,8 +199,10 @@ class ModelInterface(Protocol):
         ``None`` if such a cell cannot compute the model.
         """
 
-    def refusal(self, tensor: int, parts: int) -> str:
-        """Return why no job has cells of ``parts`` groups of ``tensor`` ranks while no rank is missing; empty: it may.
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
+        """Return why no job has ``stages`` cells of ``parts`` groups of ``tensor`` ranks a replica; empty: it may.
+
+        While no rank is missing; after a loss other cells may compute the model (:meth:`largest_part`).
 
         The same on every rank.
         """

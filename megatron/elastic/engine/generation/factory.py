@@ -83,8 +83,9 @@ class ViewFactory:
     """Samples of the step that follows so many consumed ones (:attr:`Settings.batch_size`)."""
     covered: Covered = only_at_launch
     """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
-    refusal: Callable[[int, int], str] = lambda tensor, parts: ""
-    """Why no job has cells of so many tensor-parallel ranks and parts (:meth:`ModelInterface.refusal`)."""
+    refusal: Callable[[int, int, int], str] = lambda tensor, parts, stages: ""
+    """Why no job has cells of so many tensor-parallel ranks and parts in so many stages
+    (:meth:`ModelInterface.refusal`)."""
 
     # -- views -----------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class ViewFactory:
             yield "--elastic-exact needs all of a sample on one rank"
         if sizes.context > 1 and config.policy != "elaswave":
             yield f"--elastic-policy {config.policy} is not tested where ranks share the sequence"
-        why = self.refusal(sizes.tensor, sizes.context)
+        why = self.refusal(sizes.tensor, sizes.context, sizes.pipeline)
         if why:
             yield why
         if self.sizes.speed(CellCut(sizes.tensor, sizes.context)) is None:

@@ -20,6 +20,7 @@ __all__ = [
     "pickled_scales",
     "precision_faults",
     "prediction_faults",
+    "takes_masks",
 ]
 
 _ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
@@ -84,14 +85,18 @@ def pickled_scales(args: Namespace, environ: Mapping[str, str]) -> tuple[str, ..
 
 def mask_faults(args: Namespace, platform: str) -> Iterator[str]:
     """Yield what does not hold where batches have masks of their own. Transformer Engine's layers do not read them."""
-    masks = getattr(args, "reset_attention_mask", False) and getattr(args, "create_attention_mask_in_dataloader", True)
-    reads = platform == "cpu" or args.transformer_impl != "transformer_engine"
     stages = getattr(args, "pipeline_model_parallel_size", 1)
-    if masks and reads and stages > 1:
+    if stages > 1 and takes_masks(args, platform):
         yield (
             f"--reset-attention-mask with --pipeline-model-parallel-size {stages}: Megatron has masks in the first and "
             "the last stage alone, and layers change stages after a loss: use one stage, or run without --elastic"
         )
+
+
+def takes_masks(args: Namespace, platform: str = "") -> bool:
+    """Return whether layers read masks of the batches. On ``cpu`` none are Transformer Engine's, whatever is asked."""
+    masks = getattr(args, "reset_attention_mask", False) and getattr(args, "create_attention_mask_in_dataloader", True)
+    return masks and (platform == "cpu" or args.transformer_impl != "transformer_engine")
 
 
 def packing_faults(args: Namespace) -> Iterator[str]:

@@ -12,6 +12,7 @@ from math import lcm
 from typing import Any
 
 from megatron.elastic.engine.compute.sequence_cut import SequenceCut
+from megatron.elastic.mcore.args.combinations import takes_masks
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.tensor_cut import Sizes, is_cut, refusal, share_of
 from megatron.elastic.mcore.model.tensor_place import only_even
@@ -58,11 +59,13 @@ class CellLimits:
             cuts.append((share.shared, sizes.shared_columns))
         return max(-(-PPM * (stop - start) * longest // (of * whole)) for (start, stop), of in cuts)
 
-    def refusal(self, tensor: int, parts: int) -> str:
-        """Return why no job has such cells while no rank is missing (:class:`ModelInterface`).
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
+        """Return why no job has so many such cells while no rank is missing (:class:`ModelInterface`).
 
-        Megatron asks the same of a launch with ``--context-parallel-size``.
+        A launch with ``--context-parallel-size`` or ``--pipeline-model-parallel-size`` is refused for the same reasons.
         """
+        if stages > 1 and takes_masks(self.args):
+            return "--reset-attention-mask: Megatron has masks in the first and the last stage alone: use --pp 1"
         reason = "" if self._is_launch(tensor, parts) else self._only_launch(tensor, parts)
         if reason or parts == 1:
             return reason

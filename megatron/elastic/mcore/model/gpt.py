@@ -162,9 +162,9 @@ class GptInterface:
         """Return the largest part of a layer on one rank (:class:`ModelInterface`)."""
         return self._limits.largest_part(tensor, parts, parameters)
 
-    def refusal(self, tensor: int, parts: int) -> str:
-        """Return why no job has such cells while no rank is missing (:class:`ModelInterface`)."""
-        return self._limits.refusal(tensor, parts)
+    def refusal(self, tensor: int, parts: int, stages: int) -> str:
+        """Return why no job has so many such cells while no rank is missing (:class:`ModelInterface`)."""
+        return self._limits.refusal(tensor, parts, stages)
 
     def objection(self, parts: int) -> str:
         """Return why this process's script cannot compute a part of the sequence (:class:`ModelInterface`)."""
