@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from megatron.elastic.simulate.fleet import Fleet
 from megatron.elastic.simulate.ft_hsdp import arithmetic, side_by_side
 from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_policies, run_trace
 from megatron.elastic.simulate.pictures import plan_spans, track_names
-from megatron.elastic.simulate.rates import RATES
+from megatron.elastic.simulate.rates import FT_HSDP, RATES
 from megatron.elastic.simulate.scenarios import (
     Scenario,
     ScenarioRow,
@@ -43,6 +43,13 @@ from megatron.elastic.simulate.scenarios import (
 from megatron.elastic.simulate.traces import TraceOptions, failure_trace
 
 __all__ = ["damage_table", "goodput_table", "main"]
+
+MOST_LOSSES = 1_000_000
+"""Losses of a trace: a minute for all policies."""
+MOST_STAGES = 4096
+MOST_LAYERS = 100_000
+MOST_PIECES = 100_000
+"""Micro-batches of a table times its stages: half a minute."""
 
 
 def damage_table(rows: Sequence[ScenarioRow]) -> str:
@@ -97,6 +104,15 @@ def _damage(args: argparse.Namespace) -> dict[str, object]:
     return result
 
 
+def _check_losses(days: float, per_day: float) -> None:
+    """Raise ``ValueError`` for a trace of more losses than a few minutes allow."""
+    if days * per_day > MOST_LOSSES:
+        raise ValueError(
+            f"--days {days:g}: at {per_day:.3g} losses a day the trace has more than {MOST_LOSSES:,} losses: use "
+            f"at most {MOST_LOSSES / per_day:.3g} days"
+        )
+
+
 def _goodput(args: argparse.Namespace) -> dict[str, object]:
     tp, stages = args.tp, args.pp
     replicas = args.devices // (tp * stages)
@@ -104,6 +120,7 @@ def _goodput(args: argparse.Namespace) -> dict[str, object]:
         raise ValueError(f"--devices {args.devices} are fewer than one replica of --tp {tp} x --pp {stages}")
     if args.layers < stages:
         raise ValueError(f"--layers {args.layers} are fewer than the stages of --pp {stages}")
+    _check_losses(args.days, RATES[args.rate].per_device_day * replicas * stages * tp)
     fleet = Fleet(replicas, stages, args.layers, layer_profile(args.layers), args.waves, split_backward=True)
     options = TraceOptions(
         replicas * stages,
@@ -127,6 +144,7 @@ def _goodput(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _ft_hsdp(args: argparse.Namespace) -> dict[str, object]:
+    _check_losses(args.days, 86_400 / FT_HSDP.interval_s)
     figures = arithmetic()
     results = side_by_side(args.days, args.seed)
     for name, value in figures.items():
@@ -138,6 +156,9 @@ def _ft_hsdp(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _table(args: argparse.Namespace) -> dict[str, object]:
+    pieces = args.dp * args.pp * args.waves
+    if pieces > MOST_PIECES:
+        raise ValueError(f"--dp x --pp x --waves is {pieces:,} pieces of work: use at most {MOST_PIECES:,}")
     strangers = [cell for cell in args.lost if not 0 <= cell < args.dp * args.pp]
     if strangers:
         raise ValueError(f"--lost {strangers[0]}: cells are 0 to {args.dp * args.pp - 1}")
@@ -177,6 +198,16 @@ def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _at_most(limit: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = _positive(text)
+        if value > limit:
+            raise argparse.ArgumentTypeError(f"{text!r} is above {limit}")
+        return value
+
+    return number
 
 
 def _above_zero(text: str) -> float:
@@ -255,8 +286,8 @@ def _parser() -> argparse.ArgumentParser:
     goodput.add_argument("--days", type=_above_zero, default=30.0, metavar="DAYS", help="simulated time")
     goodput.add_argument("--rate", choices=sorted(RATES), default="llama3", help="published rate of failures")
     goodput.add_argument("--tp", type=_positive, default=8, metavar="N", help="tensor-parallel size")
-    goodput.add_argument("--pp", type=_positive, default=16, metavar="N", help="stages of a replica")
-    goodput.add_argument("--layers", type=_positive, default=128, metavar="N", help="layers of the model")
+    goodput.add_argument("--pp", type=_at_most(MOST_STAGES), default=16, metavar="N", help="stages of a replica")
+    goodput.add_argument("--layers", type=_at_most(MOST_LAYERS), default=128, metavar="N", help="layers of the model")
     goodput.add_argument("--waves", type=_positive, default=16, metavar="N", help="micro-batches per replica and step")
     goodput.add_argument(
         "--step", type=_above_zero, default=20.0, metavar="S", help="seconds that an undamaged step takes"
@@ -275,8 +306,8 @@ def _parser() -> argparse.ArgumentParser:
     hsdp.add_argument("--days", type=_above_zero, default=7.0, metavar="DAYS", help="simulated time")
     table = command("table", "one schedule table: its time, its picture")
     table.add_argument("--dp", type=_positive, default=2, metavar="N", help="replicas")
-    table.add_argument("--pp", type=_positive, default=4, metavar="N", help="stages of a replica")
-    table.add_argument("--layers", type=_positive, default=16, metavar="N", help="layers of the model")
+    table.add_argument("--pp", type=_at_most(MOST_STAGES), default=4, metavar="N", help="stages of a replica")
+    table.add_argument("--layers", type=_at_most(MOST_LAYERS), default=16, metavar="N", help="layers of the model")
     table.add_argument("--waves", type=_positive, default=8, metavar="N", help="micro-batches per replica")
     table.add_argument(
         "--lost", type=int, nargs="*", default=[], metavar="CELL", help="cells that died (replica x PP + stage)"

@@ -203,6 +203,9 @@ def test_command_line_prints_json_last_and_draws(tmp_path: object, capsys: pytes
         (["goodput", "--devices", "12"], "--devices 12 are fewer than one replica of --tp 8 x --pp 16"),
         (["damage", "--dp", "5"], "no scenario has these --dp"),
         (["table", "--headroom", "0.01"], "--headroom 0.01: cell 0 needs 41600 bytes, has 416; raise it"),
+        (["goodput", "--days", "1e9"], "--days 1e+09: at 7.76 losses a day the trace has more than 1,000,000 losses"),
+        (["ft-hsdp", "--days", "1e9"], "use at most 1.25e+04 days"),
+        (["table", "--dp", "1000000"], "--dp x --pp x --waves is 32,000,000 pieces of work: use at most 100,000"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(
@@ -219,6 +222,8 @@ def test_bad_input_is_one_line_that_names_the_flag(
         (["table", "--headroom", "1e300"], "argument --headroom: '1e300' is above 1000"),
         (["table", "--chart", "{folder}"], "is a directory, not a file to write"),
         (["table", "--trace", "{folder}"], "is a directory, not a file to write"),
+        (["goodput", "--layers", "1000000000"], "argument --layers: '1000000000' is above 100000"),
+        (["table", "--pp", "1000000"], "argument --pp: '1000000' is above 4096"),
         (["goodput", "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0"),
     ],
 )
