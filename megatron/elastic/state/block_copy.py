@@ -66,6 +66,8 @@ class BlockCopy:
     gradients: dict[GradientKey, Retained] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
     """Host memory for the next gradients, fp32 [numel] each."""
+    origin: int = -1
+    """Rank from whose copy this one was made since the contents of the copies were last compared; -1: none."""
     accepted: list[_Update] = field(default_factory=list)
     """Updates that its version counts and :attr:`made` lacks, oldest first."""
 

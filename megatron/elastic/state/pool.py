@@ -140,6 +140,11 @@ class StatePool:
         self.drop(key)
         self._condemned.add(key)
 
+    def forget_origins(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the contents of the copies of ``keys`` have been compared (:attr:`BlockCopy.origin`)."""
+        for key in keys:
+            self.get(key).origin = -1
+
     def forget_torn(self) -> None:
         """Stop reporting condemned copies, which the placement in force no longer names."""
         self._condemned.clear()

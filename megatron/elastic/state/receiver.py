@@ -72,6 +72,7 @@ class BlockReceiver:
             raise TransferError(f"block {header.key} from rank {self.source}: {due}")
         self._channel.recv(self.source, state)
         copy = self._pool.shape(header.key, state, header.version, header.lineage)
+        copy.origin = self.source if header.origin < 0 else header.origin
         with self._lock:
             self._check_open()
             self._unverified[header.key] = header.content

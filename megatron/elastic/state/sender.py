@@ -229,7 +229,8 @@ class BlockSender:
             if self._scratch.numel() < copy.made.state.numel():
                 self._scratch = torch.empty(copy.made.state.numel())
             base = self._copied(copy, self._scratch[: copy.made.state.numel()])
-        return Header("base", key, base.version, base.lineage, base.content, base.state.numel()), base.state
+        header = Header("base", key, base.version, base.lineage, base.content, copy.origin, base.state.numel())
+        return header, base.state
 
     def _copied(self, copy: BlockCopy, into: torch.Tensor) -> _Base:
         """Copy and hash a base. The training thread may update the block once the lock is released."""

@@ -83,11 +83,13 @@ class Header:
     """base: its version; ahead, steps: the version they lead to; end: the version of all copies."""
     lineage: str = ""
     content: str = ""
+    origin: int = -1
+    """base: :attr:`BlockCopy.origin` of the sender's copy."""
     length: int = 0
     """base: elements; ahead, steps: bytes of the text with (the record and) the table of the gradients that follow."""
 
     def pack(self) -> torch.Tensor:
-        values = [self.kind, *self.key, self.version, self.lineage, self.content, self.length]
+        values = [self.kind, *self.key, self.version, self.lineage, self.content, self.origin, self.length]
         return padded(json.dumps(values, separators=(",", ":")).encode(), HEADER_BYTES)
 
     @classmethod

@@ -5,7 +5,8 @@ changed by itself. So every block's copies are fingerprinted once in N versions,
 share of the blocks at each (:func:`due`). The fingerprints are gathered, and
 :func:`compare` finds the wrong copy:
 
-- with three copies or more, the minority is wrong;
+- with three copies or more, the minority is wrong. Copies that were made of one since the last comparison have one
+  vote with it: a wrong copy would be streamed to a new mirror, and both would outvote the right one;
 - with two copies, the owner's is wrong if it differs from the parameters last gathered from
   it while the mirror's agrees with them. Otherwise the result is *undecided*, and only
   a checkpoint can replace the state. With two mirrors every single corruption is decided.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,7 +25,7 @@ from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import StatePool
 
-__all__ = ["Corruption", "Fingerprint", "compare", "due", "fingerprints", "repairs"]
+__all__ = ["Corruption", "Fingerprint", "compare", "compared", "due", "fingerprints", "repairs"]
 
 TENSORS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -38,6 +39,8 @@ class Fingerprint:
     exp_avg: str
     exp_avg_sq: str
     cast: str = ""
+    origin: int = field(default=-1, compare=False)
+    """:attr:`BlockCopy.origin`."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,14 @@ def fingerprints(
                 exp_avg=content_hash(key, exp_avg),
                 exp_avg_sq=content_hash(key, exp_avg_sq),
                 cast=content_hash(key, master.to(model_dtype)),
+                origin=copy.origin,
             )
     return table
+
+
+def compared(pool: StatePool, version: int, interval: int) -> None:
+    """Note that the blocks that were due at ``version`` have been compared: each copy has a vote of its own again."""
+    pool.forget_origins(key for key in pool if due(key, version, interval))
 
 
 def compare(
@@ -102,9 +111,10 @@ def compare(
 
 
 def _wrong_copies(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
-    counts = Counter(held.values())
+    marks = {(mark.origin if mark.origin >= 0 else rank, mark) for rank, mark in sorted(held.items())}
+    counts = Counter(mark for _, mark in marks)
     right, votes = counts.most_common(1)[0]
-    if 2 * votes <= len(held):
+    if 2 * votes <= counts.total():
         others = {rank: mark for rank, mark in held.items() if rank != owner}
         agreeing = [mark for mark in others.values() if {mark.cast} == witness]
         if not agreeing or held[owner].cast in witness:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from megatron.elastic.state.transfer import commit, prune
 from megatron.elastic.state.verify import (
     Corruption,
     compare,
+    compared,
     due,
     fingerprints,
     repairs,
@@ -129,3 +131,19 @@ def test_every_block_is_looked_at_once_in_an_interval_and_the_work_is_spread():
         assert sorted(key for chosen in rounds for key in chosen) == sorted(keys)
         assert max(map(len, rounds)) <= 2 * len(keys) / interval + 5
     assert not any(due(key, version, 0) for key in keys for version in range(10))
+
+
+@pytest.mark.parametrize("wrong", RANKS)
+def test_copies_that_were_made_of_one_have_one_vote_until_they_are_compared(wrong: int) -> None:
+    """Rank 2's copy came from rank 1's. Either side may be wrong: only one of two that should be equal is named."""
+    job = Job(2)
+    key = next(iter(job.placement.copies))
+    job.pools[2].get(key).origin = 1
+    for rank in (1, 2) if wrong == 1 else (wrong,):
+        job.flip(rank, key, 1, 3)
+    found = job.found()
+    assert [one.rank for one in found] == ([2] if wrong == 2 else [-1])
+    for pool in job.pools.values():
+        compared(pool, job.record.version, 1)
+    assert all(pool.get(key).origin == -1 for pool in job.pools.values())
+    assert [one.rank for one in job.found()] == [2 if wrong == 2 else 0]

@@ -33,6 +33,7 @@ from megatron.elastic.engine.transaction.reshape import open_requests
 from megatron.elastic.engine.transaction.tools import StepInput
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
+from megatron.elastic.state.verify import compared
 
 __all__ = ["StepCommit"]
 
@@ -57,6 +58,8 @@ class _Attempt:
     """Requests that were pending when this rank voted."""
     disputes: Disputes = field(default_factory=Disputes)
     """Copies of this rank that differ from their owners', as found while shipping."""
+    compared: int = 0
+    """Interval of the comparison of contents in this attempt; 0: none were compared."""
     contents: Contents = field(default_factory=lambda: ({}, {}))
     """Digests of the samples that this rank read."""
     amaxes: Mapping[int, Sequence[float]] = field(default_factory=dict)
@@ -154,6 +157,7 @@ class StepCommit:
         else:
             attempt.amaxes = largest_over_ranks(at.tools, at.view.living, result.amaxes)
             attempt.tally, attempt.disputes, attempt.contents = body.tally(result, key), body.disputes, result.contents
+            attempt.compared = body.compared
         attempt.requests = open_requests(at)
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
@@ -192,6 +196,7 @@ class StepCommit:
             raise RuntimeError("the vote must be repeated, but this rank has not shipped its gradients")
         attempt.key = key
         attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
+        attempt.compared = 0  # copies of lost ranks have no say in the repair, so origins stay known
         attempt.tally.ready = 0  # the migration of that generation has ended with it
         self._context.body.weigh(attempt.tally, key)
         self._vote(attempt, attempt.tally)
@@ -230,6 +235,8 @@ class StepCommit:
             self._migrator.forget(keep=False)
             self._certifier.mend_memory(attempt.disputes)
             self._migrator.exposed(at.tools.threads.monotonic())
+        if attempt.compared:
+            compared(at.tools.pool, step - 1, attempt.compared)
         at.tools.reach("after_vote", step)
 
     def _layout_for(self, report_keys: tuple[str, ...], groups: int) -> VoteLayout:

@@ -76,6 +76,8 @@ class StepBody:
         self._verify_interval = verify_interval
         self._view = view
         self.disputes = Disputes()
+        self.compared = 0
+        """Interval of the comparison of contents in the last :meth:`ship`; 0: none were compared."""
         self._background: BackgroundReduce | None = None
         self._shipment: Shipment | None = None
         """Takes the gradients of the present computation to the copies of the present placement."""
@@ -299,7 +301,7 @@ class StepBody:
         if shipment is not None and named is not self._view.placement:
             raise RuntimeError("gradients were shipped to the copies of another placement than the vote is to name")
         if shipment is None:
-            self.disputes = Disputes()
+            self.disputes, self.compared = Disputes(), 0
             if named is not self._view.placement:
                 shipment = self._sent(self.shipment_to(named), gradient_key, 0)
             elif self._tools.pool.snapshot == "state":
@@ -307,7 +309,7 @@ class StepBody:
             else:
                 shipment = self._sent(self._shipment_plan, gradient_key, self._verify_interval)
         shipment.complete()
-        self.disputes = shipment.disputes
+        self.disputes, self.compared = shipment.disputes, shipment.interval
 
     def shipment_to(self, named: Placement) -> ShipmentPlan:
         """Return the messages of this rank's blocks to the copies of the placement ``named``."""

@@ -79,10 +79,10 @@ class Shipment:
     """See the module docstring. ``interval``: of comparisons. It receives from :meth:`post` on."""
 
     def __init__(self, tools: Tools, plan: ShipmentPlan, key: GradientKey, interval: int, tag: int) -> None:
-        self._tools, self._key, self._interval = tools, key, interval
+        self._tools, self._key, self.interval = tools, key, interval
         self._plan = plan
         self.disputes = Disputes()
-        """Copies of this rank that differ from their owners'."""
+        """Copies of this rank that differ from their owners', so far."""
         self._transfers = tools.fabric.transfers(plan.group, tag)
         self._outgoing = [buffers.take() for _, buffers in plan.outgoing]
         self.unsent = list(range(len(self._outgoing)))
@@ -126,7 +126,7 @@ class Shipment:
                 raise RuntimeError(f"step {self._key.step + 1}: blocks are to be shipped that were not reduced")
             if retained.values is not part:
                 part.copy_(retained.on_host())
-        message.checksums[:] = block_checksums(pool, message.blocks, self._key, self._interval)
+        message.checksums[:] = block_checksums(pool, message.blocks, self._key, self.interval)
         message.written = True
         self._transfers.send(message.whole, self._plan.outgoing[number][0])
 
@@ -142,7 +142,7 @@ class Shipment:
                 message = self._plan.incoming[one][1].borrowed(loan)
             for number, block in enumerate(message.blocks):
                 pool.retain(block.key, self._key, message.parts[number], message.lend(number))
-            self.disputes.add(disputes(pool, message.blocks, self._key, self._interval, message.checksums))
+            self.disputes.add(disputes(pool, message.blocks, self._key, self.interval, message.checksums))
             message.let_go()
 
     def complete(self) -> None:
