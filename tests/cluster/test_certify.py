@@ -68,3 +68,11 @@ def test_a_new_mirror_has_a_vote_after_it_was_compared() -> None:
     flip = "flip:rank=0,step=6,point=after_gather,copy=mirror,tensor=exp_avg"
     kill = "kill:rank=2,step=3,point=before_reduce"
     check(run(f"dp5 steps=10 seed=3 mirrors=2 verify_interval=1 back=never {flip} {kill}"), settled=True)
+
+
+def test_a_wrong_owner_that_is_lost_before_the_vote_leaves_right_copies() -> None:
+    """The vote is taken again, and with it the finding of its mirrors, which agree with one another."""
+    flip = "flip:rank=0,step=2,point=after_gather,copy=owner,tensor=exp_avg"
+    kill = "kill:rank=0,step=3,point=before_vote"
+    cluster = run(f"pp2dp2 steps=6 seed=0 mirrors=2 verify_interval=1 back=never {flip} {kill}")
+    check(cluster)

@@ -91,6 +91,8 @@ class Certifier:
         at = self.context
         changes, verdict = examine_memory(at.tools, at.view, at.views.groups(at.view), at.record, mine)
         at.listener.examined(at.view, verdict)
+        if not verdict.findings:  # the vote was taken again without the owner from which the others differed
+            return
         if not changes:
             raise SilentCorruption(f"step {at.record.version}: " + "; ".join(verdict.findings))
         for change in changes:
