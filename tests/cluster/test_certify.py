@@ -70,6 +70,21 @@ def test_a_new_mirror_has_a_vote_after_it_was_compared() -> None:
     check(run(f"dp5 steps=10 seed=3 mirrors=2 verify_interval=1 back=never {flip} {kill}"), settled=True)
 
 
+def test_the_last_copy_that_differed_from_a_lost_owner_is_not_taken_for_right() -> None:
+    """The mirror has found the difference; its owner is lost before the vote, so none compares the two."""
+    flip = "flip:rank=1,step=2,point=after_gather,copy=mirror,tensor=exp_avg"
+    kill = "kill:rank=0,step=3,point=before_vote"
+    with pytest.raises(SilentCorruption, match=r"the last copy, at rank 1, had other contents than that of rank 0"):
+        run(f"dp3 steps=8 seed=3 mirrors=1 verify_interval=1 back=never {flip} {kill}")
+
+
+def test_a_mirror_that_had_a_difference_repaired_is_trusted() -> None:
+    """The owner's copy was made anew; the loss of that rank afterwards ends nothing."""
+    flip = "flip:rank=1,step=2,point=after_gather,copy=owner,tensor=exp_avg"
+    kill = "kill:rank=1,step=6,point=before_vote"
+    check(run(f"dp3 steps=9 seed=3 mirrors=2 verify_interval=1 back=never {flip} {kill}"))
+
+
 def test_a_wrong_owner_that_is_lost_before_the_vote_leaves_right_copies() -> None:
     """The vote is taken again, and with it the finding of its mirrors, which agree with one another."""
     flip = "flip:rank=0,step=2,point=after_gather,copy=owner,tensor=exp_avg"

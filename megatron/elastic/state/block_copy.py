@@ -68,6 +68,8 @@ class BlockCopy:
     """Host memory for the next gradients, fp32 [numel] each."""
     origin: int = -1
     """Rank from whose copy this one was made since the contents of the copies were last compared; -1: none."""
+    doubted_by: int = -1
+    """Owner whose copy had other contents when they were last compared, until one of the two is repaired; -1: none."""
     accepted: list[_Update] = field(default_factory=list)
     """Updates that its version counts and :attr:`made` lacks, oldest first."""
 

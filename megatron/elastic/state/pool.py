@@ -145,6 +145,15 @@ class StatePool:
         for key in keys:
             self.get(key).origin = -1
 
+    def doubt(self, keys: Iterable[BlockKey], owner: int) -> None:
+        """Note that the copies of ``keys`` have other contents than those of their owner; -1: no longer."""
+        for key in keys:
+            self.get(key).doubted_by = owner
+
+    def doubts(self) -> dict[BlockKey, int]:
+        """Return block → owner, of the copies whose contents differ from the owner's as far as this rank knows."""
+        return {key: copy.doubted_by for key, copy in self._copies.items() if copy.doubted_by >= 0}
+
     def forget_torn(self) -> None:
         """Stop reporting condemned copies, which the placement in force no longer names."""
         self._condemned.clear()

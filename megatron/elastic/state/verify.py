@@ -85,7 +85,9 @@ def fingerprints(
 
 def compared(pool: StatePool, version: int, interval: int) -> None:
     """Note that the blocks that were due at ``version`` have been compared: each copy has a vote of its own again."""
-    pool.forget_origins(key for key in pool if due(key, version, interval))
+    keys = [key for key in pool if due(key, version, interval)]
+    pool.forget_origins(keys)
+    pool.doubt(keys, -1)
 
 
 def compare(

@@ -11,8 +11,8 @@ from megatron.elastic.state.protocol import Holdings
 from megatron.elastic.state.record import StepRecord
 
 REPORT = st.builds(
-    lambda rank, phase, done, version, under_way, failures: Report(
-        Holdings(rank, version, version), phase, done, version, "assignment", failures, under_way
+    lambda rank, phase, done, version, under_way, failures, doubts: Report(
+        Holdings(rank, version, version), phase, done, version, "assignment", failures, under_way, doubts=doubts
     ),
     st.integers(0, 7),
     st.integers(1, 3),
@@ -20,6 +20,7 @@ REPORT = st.builds(
     st.integers(0, 5),
     st.booleans(),
     st.dictionaries(st.integers(1, 4), st.text(max_size=8), max_size=2),
+    st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 9)), st.integers(0, 7), max_size=2),
 )
 
 

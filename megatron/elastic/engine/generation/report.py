@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.control.membership import Decision
+from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.protocol import Holdings
 from megatron.elastic.state.record import StepRecord
 
@@ -45,6 +46,8 @@ class Report:
     """Digest of the configuration that the vote under way is to name."""
     admitted: int = 0
     """Generation that admitted this rank, if it has not voted since (no vote has named its copies), else 0."""
+    doubts: Mapping[BlockKey, int] = field(default_factory=dict)
+    """Block → its owner when the contents of this rank's copy last differed from the owner's, if none was repaired."""
 
     @property
     def first_open(self) -> int:
@@ -64,6 +67,7 @@ class Report:
                 "under_way": self.under_way,
                 "voting": self.voting,
                 "admitted": self.admitted,
+                "doubts": [[*block, owner] for block, owner in self.doubts.items()],
             },
             separators=(",", ":"),
         )
@@ -85,6 +89,7 @@ class Report:
             bool(raw["under_way"]),
             str(raw["voting"]),
             int(raw["admitted"]),
+            {(int(unit), int(shard), int(index)): int(owner) for unit, shard, index, owner in raw["doubts"]},
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport
 from megatron.elastic.control.membership import Decision, Loss, Membership
+from megatron.elastic.engine.failures import SilentCorruption
 from megatron.elastic.engine.generation.configuration import Configuration, History
 from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.report import (
@@ -32,7 +33,7 @@ from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import promote_only
+from megatron.elastic.state.placement import Placement, promote_only
 from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, resolve
 
 __all__ = ["Agreement", "RecoveryOutcome", "StateLost"]
@@ -105,6 +106,7 @@ class Agreement:
     ) -> tuple[View, RecoveryOutcome]:
         """Try once to agree on a view. Raises ``CommError`` if a newer generation began, and :class:`StateLost`.
 
+        Raises ``SilentCorruption`` if the last copy of a block may be the wrong one.
         ``attempted``: version that the step under way leads to.
         """
         seconds = dict[str, float]()
@@ -120,6 +122,8 @@ class Agreement:
         promotion = promote_only(configuration.placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)
+        if found := _doubtful(reports, promotion.placement):
+            raise SilentCorruption("; ".join(found))
         lost_steps = _lost_steps(reports, resolution)
         # A rank that held its parameters for another assignment may lack some now. This need not be the assignment that
         # the record names: a generation that was abandoned may have had one of its own, and gathered all of them.
@@ -201,6 +205,17 @@ class Agreement:
 def _without_copies(held: Holdings) -> Holdings:
     """The report of a rank that joined after the last vote, without copies: it receives its copies again."""
     return Holdings(held.rank, records=held.records, statistics=held.statistics)
+
+
+def _doubtful(reports: Mapping[int, Report], placement: Placement) -> list[str]:
+    """Return one line for each last copy of a block that had other contents than the copy of an owner that is lost."""
+    return [
+        f"block {block}: the last copy, at rank {rank}, had other contents than that of rank {owner}, which is lost: "
+        "the right one is not known; resume from the last checkpoint (--load)"
+        for rank, report in sorted(reports.items())
+        for block, owner in sorted(report.doubts.items())
+        if placement.copies[block].ranks == (rank,) and owner != rank
+    ]
 
 
 def _between_steps(reports: Collection[Report]) -> bool:

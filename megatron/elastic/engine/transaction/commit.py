@@ -234,6 +234,7 @@ class StepCommit:
         if total.suspects:
             self._migrator.forget(keep=False)
             self._certifier.mend_memory(attempt.disputes)
+            at.tools.pool.doubt([key for key in attempt.disputes.contents if key in at.tools.pool], -1)
             self._migrator.exposed(at.tools.threads.monotonic())
         if attempt.compared:
             compared(at.tools.pool, step - 1, attempt.compared)

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
 from megatron.elastic.control.requests import Request
-from megatron.elastic.engine.failures import CommunicationFault, NotFinite
+from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.report import Report, first_open, newcomers, reports_of
 from megatron.elastic.engine.generation.view import View, have_parameters
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.commit import StepCommit
 from megatron.elastic.engine.transaction.context import Context
@@ -72,7 +73,7 @@ class Recovery:
     def recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over.
 
-        ``StateLost``, ``PlanError``, ``CertificateError`` and ``CommunicationFault`` end the job.
+        ``StateLost``, ``SilentCorruption``, ``PlanError``, ``CertificateError`` and ``CommunicationFault`` end the job.
         """
         at = self._context
         started = at.tools.threads.monotonic()
@@ -101,6 +102,10 @@ class Recovery:
                 return outcome.phase_over
             except StateLost as lost:
                 at.listener.lost(lost, at.tools.pool)
+                raise
+            except SilentCorruption as changed:
+                finding = CertificateOutcome("recovery", at.record.version, 0.0, None, (str(changed),))
+                at.listener.examined(at.view, finding)
                 raise
             except StageGone as gone:
                 error = self._wait_for_ranks(gone)
@@ -135,6 +140,7 @@ class Recovery:
             under_way=program.under_way,
             voting=self._step_commit.voting.digest,
             admitted=at.admitted,
+            doubts=at.tools.pool.doubts(),
         )
         at.listener.reporting(report)
         return report

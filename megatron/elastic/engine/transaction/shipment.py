@@ -142,7 +142,9 @@ class Shipment:
                 message = self._plan.incoming[one][1].borrowed(loan)
             for number, block in enumerate(message.blocks):
                 pool.retain(block.key, self._key, message.parts[number], message.lend(number))
-            self.disputes.add(disputes(pool, message.blocks, self._key, self.interval, message.checksums))
+            found = disputes(pool, message.blocks, self._key, self.interval, message.checksums)
+            pool.doubt(found.contents, self._plan.incoming[one][0])
+            self.disputes.add(found)
             message.let_go()
 
     def complete(self) -> None:
