@@ -30,6 +30,7 @@ from megatron.elastic.engine.generation.view import Relays, View, unit_groups
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.plan.policies.registry import choice_of, policy_named
+from megatron.elastic.plan.schedule.validate import memory_peaks, validate_plan
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.placement import Transition, promote_only
@@ -119,6 +120,21 @@ def view_of(factory: ViewFactory, decided: Decision, record: StepRecord | None =
 
 
 SURVIVORS = st.sets(st.sampled_from(RANKS), min_size=1)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_a_loss_a_cell_has_no_more_samples_in_flight_than_its_memory_holds(lost: int) -> None:
+    """The peer of a lost cell computes for two pipelines. Where their samples fit together, it takes more at a time."""
+    with factories(mirrors=1) as made:
+        factory = made[min(set(RANKS) - {lost})]
+        launched = view_of(factory, decision(RANKS)).plan
+        largest = max(memory_peaks(launched, factory.profile).values())
+        for memory, fits in ((MEMORY, False), (largest, True), (1, True)):
+            limited = replace(factory, hardware=Hardware(memory, 10**9))
+            plan = view_of(limited, decision(set(RANKS) - {lost})).plan
+            validate_plan(plan, UNITS)
+            assert (max(memory_peaks(plan, factory.profile).values()) <= largest) == fits
+            assert view_of(limited, decision(RANKS)).plan == launched
 
 
 @settings(max_examples=15, deadline=None)

@@ -29,10 +29,11 @@ from megatron.elastic.engine.generation.reshape import reshaped
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Plan, Profile
+from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.policies.registry import Choice
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.plan.schedule.validate import memory_peaks
+from megatron.elastic.plan.tensor import is_reduced, reduced_cells
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
@@ -289,9 +290,32 @@ class ViewFactory:
 
     def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int], rows: int) -> Plan:
         """Return the plan of the living cells for a batch of ``rows`` samples."""
-        topology = self.sizes.topology(assignment, tuple(living))
+        alive = tuple(living)
+        topology = self.sizes.topology(assignment, alive)
         topology = replace(topology, grid=replace(topology.grid, global_batch_size=rows))
-        return self.choose(with_speeds(topology, dict(speeds)), self.profile)
+        topology = with_speeds(topology, dict(speeds))
+        plan = self.choose(topology, self.profile)
+        whole = not assignment.broken(alive) and not reduced_cells(topology)
+        return plan if whole or self._fits(plan, topology) else self.choose(self._limited(topology), self.profile)
+
+    def _fits(self, plan: Plan, topology: Topology) -> bool:
+        """Return whether cells that have lost no rank have the memory for the samples that they have in flight.
+
+        They compute rows of lost cells too. Cells that have lost ranks are examined before (:meth:`_whole_cells`).
+        """
+        need, memory = memory_peaks(plan, self.profile, topology.tied), self.hardware.memory_bytes
+        return all(need.get(cell.id, 0) <= memory for cell in topology.cells if not is_reduced(cell))
+
+    def _limited(self, topology: Topology) -> Topology:
+        """Return the topology whose whole cells take fewer samples at a time where more do not fit their memory.
+
+        The launch's plan did fit, whatever the profile says.
+        """
+        launch = self.sizes.topology(Assignment.at_launch(self.launch_topology), range(self.launch_topology.slots))
+        fits = max(memory_peaks(self.choose(launch, self.profile), self.profile, launch.tied).values())
+        memory = max(self.hardware.memory_bytes, fits)
+        cells = (cell if is_reduced(cell) else replace(cell, memory_bytes=memory) for cell in topology.cells)
+        return replace(topology, cells=tuple(cells))
 
     # -- placement -------------------------------------------------------------
 
