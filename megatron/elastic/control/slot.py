@@ -96,6 +96,7 @@ class Slot:
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
         self._lasted: dict[str, int] = {}
         self._present = ("", 0)
+        self._is_watched = False
 
     @classmethod
     def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:
@@ -118,11 +119,14 @@ class Slot:
         self._sequence += 2
         _BEGUN.pack_into(self._map, _AT_SEQUENCE, self._sequence - 1, activity.step, self._progress, now, usual)
         self._map[_AT_COUNTS : _AT_COUNTS + len(tail)] = tail
-        _U64.pack_into(self._map, _WATCHED_AT, 0)
+        if self._is_watched:
+            self._is_watched = False
+            _U64.pack_into(self._map, _WATCHED_AT, 0)
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
 
     def watched(self) -> None:
         """Note that the published wait, which native code makes, still goes on."""
+        self._is_watched = True
         _U64.pack_into(self._map, _WATCHED_AT, time.monotonic_ns())
 
     def commit(self, step: Committed) -> None:
