@@ -140,7 +140,7 @@ dist.destroy_process_group()
 
 
 def ipv6_is_here() -> bool:
-    """Whether this machine has IPv6's loopback address."""
+    """Return True if this machine has IPv6's loopback address."""
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

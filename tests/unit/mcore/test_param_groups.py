@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 
-from megatron.elastic.mcore.checkpoint.state_dict import groups_in_file
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.checkpoint.state_dict import groups_in_file, told_apart
 from megatron.elastic.mcore.model.param_groups import GroupKeys, with_width
 
 LR, EPS, WIDTH = 0.8, 1e-3, 4.0
@@ -74,3 +75,8 @@ def test_groups_are_in_megatrons_order() -> None:
     keys = GroupKeys(AdamOptimizerConfig(lr=LR, min_lr=LR / 10, decoupled_lr=2 * LR), None)
     found = [(group["max_lr"], group["wd_mult"]) for group in keys.param_groups()]
     assert found == [(LR, 1.0), (2 * LR, 1.0), (2 * LR, 0.0), (LR, 0.0)]
+
+
+def test_a_checkpoint_with_another_number_of_groups_is_refused_by_one_line() -> None:
+    with pytest.raises(BadInput, match=r"has 1 parameter groups, and this run 2: .* --no-load-optim$"):
+        told_apart([{"wd_mult": 1.0}, {"wd_mult": 0.0}], [{"wd_mult": 1.0}])

@@ -34,6 +34,7 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.save import Want
+from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.optimizers import OF_MATRICES
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts, Duty
 from megatron.elastic.mcore.checkpoint.content import Content
@@ -44,7 +45,7 @@ from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["LoadedState", "OptimizerCheckpoint", "groups_in_file", "with_empty_groups", "without_holes"]
+__all__ = ["LoadedState", "OptimizerCheckpoint", "groups_in_file", "told_apart", "with_empty_groups", "without_holes"]
 
 _RESHARDABLE = "fully_reshardable"
 _MASTERS = "fp32_from_fp16_params"
@@ -170,7 +171,7 @@ class OptimizerCheckpoint:
         else:
             inner = state_dict.get("optimizer", state_dict)
             groups = inner["param_groups"]
-            inner["param_groups"] = _told_apart(shadow.optimizer.param_groups, groups)
+            inner["param_groups"] = told_apart(shadow.optimizer.param_groups, groups)
             if _MASTERS in state_dict:
                 state_dict[_MASTERS] = with_empty_groups(state_dict[_MASTERS], shadow.fp32_from_float16_groups)
             shadow.load_state_dict(state_dict)
@@ -381,12 +382,17 @@ def groups_in_file(
     return result
 
 
-def _told_apart(groups: Sequence[dict[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def told_apart(groups: Sequence[dict[str, Any]], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return ``found`` such that Megatron takes each for the one of ``groups`` at its place, whose parameters it has.
 
     Megatron's load would give two groups that it cannot tell apart the parameters of one of them. Numbers for
-    ``lr_mult``, which nothing reads here, make all different.
+    ``lr_mult``, which nothing reads here, make all different. Raises :class:`BadInput` for another number of groups.
     """
+    if len(found) != len(groups):
+        raise BadInput(
+            f"the checkpoint has {len(found)} parameter groups, and this run {len(groups)}: use its flags for learning "
+            "rates and weight decay, or add --no-load-optim"
+        )
     for number, group in enumerate(groups):
         group["lr_mult"] = float(number)
     names = [name for name in _IDENTIFIERS if all(name in group for group in groups)]

@@ -27,7 +27,7 @@ class LogInterval:
         """True until the job's first step has been logged; Megatron prints a line of it, whatever the interval."""
         self._first_at_step = True
         self._told: Mapping[str, Any] | None = None
-        """What a newcomer was told, until its loop has its first step behind it."""
+        """Sums and seconds that members told this newcomer, until its loop has its first step behind it."""
         self._times: Mapping[str, float] | None = None
         """While a line is under way: the seconds of Megatron's timers before it."""
 
