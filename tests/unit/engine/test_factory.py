@@ -27,7 +27,8 @@ from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import Report, newcomers, reports_of
 from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import Relays, View, unit_groups
-from megatron.elastic.plan.model import Grid
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Grid, Plan, Profile, Topology
 from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.plan.policies.registry import choice_of, policy_named
 from megatron.elastic.plan.schedule.validate import memory_peaks, validate_plan
@@ -135,6 +136,21 @@ def test_after_a_loss_a_cell_has_no_more_samples_in_flight_than_its_memory_holds
             validate_plan(plan, UNITS)
             assert (max(memory_peaks(plan, factory.profile).values()) <= largest) == fits
             assert view_of(limited, decision(RANKS)).plan == launched
+
+
+def test_a_loss_ends_no_job_by_an_estimate_of_memory() -> None:
+    """By the profile no plan fits the memory: the fastest is taken all the same."""
+    with factories(mirrors=1) as made:
+        factory = made[1]
+
+        def none_fits(topology: Topology, profile: Profile) -> Plan:
+            if any(cell.memory_bytes < 1 << 60 for cell in topology.cells) and len(topology.cells) < len(RANKS):
+                raise PlanError("nothing fits")
+            return factory.choose(topology, profile)
+
+        limited = replace(factory, choose=none_fits, hardware=Hardware(1, 10**9))
+        survivors = decision(set(RANKS) - {0})
+        assert view_of(limited, survivors).plan == view_of(factory, survivors).plan
 
 
 @settings(max_examples=15, deadline=None)

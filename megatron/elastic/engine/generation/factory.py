@@ -296,7 +296,12 @@ class ViewFactory:
         topology = with_speeds(topology, dict(speeds))
         plan = self.choose(topology, self.profile)
         whole = not assignment.broken(alive) and not reduced_cells(topology)
-        return plan if whole or self._fits(plan, topology) else self.choose(self._limited(topology), self.profile)
+        if whole or self._fits(plan, topology):
+            return plan
+        try:
+            return self.choose(self._limited(topology), self.profile)
+        except PlanError:  # the profile is an estimate: it must not end a job that may well go on
+            return plan
 
     def _fits(self, plan: Plan, topology: Topology) -> bool:
         """Return whether cells that have lost no rank have the memory for the samples that they have in flight.
