@@ -281,8 +281,10 @@ def _relocation(pool: StatePool, place: DevicePlace, threads: Threads) -> Reloca
 
 def _moves_units(job: EngineParts) -> bool:
     """Return whether layers may change place; the cells of a crew hold the same ones."""
+    launch = job.launch_topology
     moves = policy_named(job.config.policy).moves_units and job.config.steps_before_migration >= 0
-    return moves and not job.launch_topology.experts
+    # From one stage layers can only move to further ones.
+    return moves and not launch.experts and not job.interface.refusal(launch.tensor, launch.context, 2)
 
 
 def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
