@@ -341,6 +341,8 @@ def check(cases: Sequence[Scenario], result: JobResult) -> None:
     assert "could not be written" not in result.output, "a loss is no reason to do without a checkpoint"
     steps = set(result.committed)
     assert steps == set(range(1, max(steps) + 1)), f"not committed: {set(range(1, max(steps) + 1)) - steps}"
+    if re.search(r"log_interval \.+ 1\n", result.output):
+        assert steps <= set(result.losses), f"without a log line: {steps - set(result.losses)}"
     samples = {record.fields["step"]: tuple(record.fields["samples"]) for record in result.of("step")}
     batch = cases[0].layout.batch
     assert samples == {step: (batch * (step - 1), batch * step) for step in samples}

@@ -85,7 +85,7 @@ class Engine:
         )
         considered = -1 if newcomer else context.view.generation
         self._boundary = Boundary(context, self._migrator, rebalancer, self._recovery, considered)
-        self._fence = Fence(self._program, context.tools.fabric, self._recovery)
+        self._fence = Fence(self._program, context.tools.fabric, self._recovery, lambda: context.view.reporter)
         self._doubted = (-1, -1)
         """(step, generation) of the newest step computed again because a gradient was not finite."""
 
@@ -398,6 +398,5 @@ class Engine:
 
     @property
     def is_reporter(self) -> bool:
-        """True if this rank logs for the job: the highest living rank of the launch, like Megatron's last rank."""
-        living, launched = self.view.living, self.view.assignment.launch_topology.slots
-        return max((rank for rank in living if rank < launched), default=living[-1]) == self.tools.fabric.rank
+        """True if this rank logs for the job (:attr:`View.reporter`)."""
+        return self.view.reporter == self.view.rank

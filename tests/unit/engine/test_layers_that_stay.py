@@ -29,9 +29,7 @@ def test_layers_move_unless_something_is_in_the_way() -> None:
     assert moves()
 
 
-@pytest.mark.parametrize(
-    "way", [{"refused": "masks"}, {"experts": 4}, {"policy": "recycle"}, {"migrate_after": -1}]
-)
+@pytest.mark.parametrize("way", [{"refused": "masks"}, {"experts": 4}, {"policy": "recycle"}, {"migrate_after": -1}])
 def test_layers_stay(way: dict[str, Any]) -> None:
     """``refused``: layers of one stage read what further stages do not have, as the masks of a batch."""
     assert not moves(**way)

@@ -54,7 +54,7 @@ class Loop:
         failure = f"{step}/{action}" if (step, action) in self.failing else ""
         if told is None:
             self._work()
-            program.did(step * 10 + action)
+            program.did(step * 10 + action, reporter=1)
             program.over(failure)
             if failure:
                 raise ActionFailed(failure)
@@ -118,7 +118,7 @@ def test_before_any_step_a_newcomer_begins_at_the_start() -> None:
     """Evaluation only: the second of two is under way."""
     member = Program()
     member.enter()
-    member.did("first")
+    member.did("first", reporter=1)
     member.over()
     member.enter()
     newcomer = Program()

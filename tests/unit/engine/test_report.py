@@ -11,8 +11,10 @@ from megatron.elastic.state.protocol import Holdings
 from megatron.elastic.state.record import StepRecord
 
 REPORT = st.builds(
-    lambda rank, phase, done, version, under_way, failures, doubts: Report(
-        Holdings(rank, version, version), phase, done, version, "assignment", failures, under_way, doubts=doubts
+    lambda rank, phase, done, version, under_way, failures, doubts, reporter: Report(
+        *(Holdings(rank, version, version), phase, done, version, "assignment", failures, under_way),
+        doubts=doubts,
+        reporter=reporter,
     ),
     st.integers(0, 7),
     st.integers(1, 3),
@@ -21,6 +23,7 @@ REPORT = st.builds(
     st.booleans(),
     st.dictionaries(st.integers(1, 4), st.text(max_size=8), max_size=2),
     st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 9)), st.integers(0, 7), max_size=2),
+    st.integers(0, 7),
 )
 
 
@@ -47,5 +50,7 @@ def test_a_phase_is_over_when_a_rank_has_left_it_or_all_have_done_it(reports: li
     for phase in {report.phase for report in reports}:
         # Who is still in the phase before (a step being finished) has not done it either.
         waiting = [report for report in reports if report.phase < phase or not report.done]
-        assert phase_is_over(phase, by_rank, len(reports)) == (phase < newest or not waiting)
-        assert phase_is_over(phase, by_rank, len(reports) + 1) == (phase < newest), "a newcomer has not done it"
+        members = {*by_rank, *(report.reporter for report in reports)} if len(reports) > 4 else set(by_rank)
+        logged = members >= {report.reporter for report in reports} and members == by_rank.keys()
+        assert phase_is_over(phase, by_rank, members) == (phase < newest or (not waiting and logged))
+        assert phase_is_over(phase, by_rank, {*by_rank, 8}) == (phase < newest), "a newcomer has not done it"

@@ -5,15 +5,15 @@ report from the decision record and draws the same conclusion.
 
 Phases: each step and each fenced action of the host's loop has a number, equal
 on all ranks. ``done`` means that this rank finished the action's body and only waited
-for the other ranks. If some rank is past the phase, or all ranks are done, the phase is
-over on every rank; otherwise all repeat it.
+for the other ranks. If some rank is past the phase, or all ranks are done and the rank that logs
+for all is among them, the phase is over on every rank; otherwise all repeat it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.control.membership import Decision
@@ -48,6 +48,8 @@ class Report:
     """Generation that admitted this rank, if it has not voted since (no vote has named its copies), else 0."""
     doubts: Mapping[BlockKey, int] = field(default_factory=dict)
     """Block → its owner when the contents of this rank's copy last differed from the owner's, if none was repaired."""
+    reporter: int = -1
+    """The rank that logs what this rank has ``done``."""
 
     @property
     def first_open(self) -> int:
@@ -68,6 +70,7 @@ class Report:
                 "voting": self.voting,
                 "admitted": self.admitted,
                 "doubts": [[*block, owner] for block, owner in self.doubts.items()],
+                "reporter": self.reporter,
             },
             separators=(",", ":"),
         )
@@ -90,6 +93,7 @@ class Report:
             str(raw["voting"]),
             int(raw["admitted"]),
             {(int(unit), int(shard), int(index)): int(owner) for unit, shard, index, owner in raw["doubts"]},
+            int(raw["reporter"]),
         )
 
 
@@ -98,15 +102,17 @@ def first_open(reports: Iterable[Report]) -> int:
     return max(report.first_open for report in reports)
 
 
-def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bool:
-    """Return whether fenced phase ``phase`` is over; all members conclude alike. ``members``: their number.
+def phase_is_over(phase: int, reports: Mapping[int, Report], members: Collection[int]) -> bool:
+    """Return whether fenced phase ``phase`` is over; all members conclude alike.
 
     A newcomer has no report and has not begun the phase.
     """
-    newest = first_open(reports.values())
+    if first_open(reports.values()) > phase:
+        return True
     # A rank that is still in an earlier phase has not begun this one and needs the other ranks for it.
-    all_in_phase = len(reports) == members and all(report.phase == phase for report in reports.values())
-    return newest > phase or (all_in_phase and all(report.done for report in reports.values()))
+    all_have_done = all(report.phase == phase and report.done for report in reports.values())
+    # A reporter that is lost may have logged nothing.
+    return all_have_done and reports.keys() == set(members) and all(r.reporter in members for r in reports.values())
 
 
 def newcomers(decision: Decision) -> tuple[int, ...]:

@@ -132,6 +132,12 @@ class View:
         """True if this is the lowest living rank, which logs events that all ranks know."""
         return self.rank == self.living[0]
 
+    @property
+    def reporter(self) -> int:
+        """The rank that logs for the job: the highest living one of the launch, like Megatron's last rank."""
+        launched = self.assignment.launch_topology.slots
+        return max((rank for rank in self.living if rank < launched), default=self.living[-1])
+
     def speeds(self) -> tuple[tuple[int, int], ...]:
         """Return (cell, parts per million) of the cells that are slower than their peers in the plan."""
         return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)

@@ -136,7 +136,7 @@ class Agreement:
             decision=decision,
             lost=self.unreported,
             resolution=resolution,
-            phase_over=phase_is_over(report.phase, reports, len(decision.members)),
+            phase_over=phase_is_over(report.phase, reports, decision.members),
             first_open=first_open(reports.values()),
             newcomers=newcomers(decision),
             named=named,

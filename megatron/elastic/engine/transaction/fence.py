@@ -68,6 +68,8 @@ class Program:
     """True if that phase is still open, as far as this rank knows."""
     done: bool = False
     """True if this rank has done its part of a fenced action and waits for the other ranks."""
+    reporter: int = -1
+    """The rank that logs what was done last (:attr:`View.reporter`); it may be lost before it has."""
     failures: dict[int, str] = field(default_factory=dict)
     """Phase → why a fenced action failed on some rank, since the newest step. This rank may not have reached it yet.
 
@@ -104,9 +106,9 @@ class Program:
         """Return the end of the present fenced action if it was over before this rank was admitted, else None."""
         return self._ended[self.phase] if self.behind else None
 
-    def did(self, result: Any) -> None:
+    def did(self, result: Any, reporter: int) -> None:
         """Note that this rank has done its part of the present fenced action, with ``result``."""
-        self.done = True
+        self.done, self.reporter = True, reporter
         self._ended[self.phase] = PhaseEnd(result)
 
     def over(self, failure: str = "") -> None:
@@ -143,10 +145,11 @@ class Recovers(Protocol):
 class Fence:
     """Runs collective actions outside a step."""
 
-    def __init__(self, program: Program, fabric: Fabric, recovery: Recovers) -> None:
+    def __init__(self, program: Program, fabric: Fabric, recovery: Recovers, reporter: Callable[[], int]) -> None:
         self._program = program
         self._fabric = fabric
         self._recovery = recovery
+        self._reporter = reporter
         self._inside = False
 
     def run(self, body: Callable[[], T], together: bool = False) -> T:
@@ -182,9 +185,10 @@ class Fence:
                 break
             try:
                 if not program.done:
+                    reporter = self._reporter()
                     with as_interruption(self._fabric):
                         result = body()
-                    program.did(result)
+                    program.did(result, reporter)
                 dist.barrier(group=self._fabric.world)
                 over = True
             except CommError as error:

@@ -141,6 +141,7 @@ class Recovery:
             voting=self._step_commit.voting.digest,
             admitted=at.admitted,
             doubts=at.tools.pool.doubts(),
+            reporter=program.reporter,
         )
         at.listener.reporting(report)
         return report
