@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.training import global_vars
 
-from megatron.elastic.mcore.loop.evaluation import batches_of, count_evaluated, told_of, validation_sets
+from megatron.elastic.mcore.loop.evaluation import batch_size, batches_of, count_evaluated, told_of, validation_sets
 from megatron.elastic.mcore.loop.evaluation import test_set as the_test_set
 from megatron.elastic.plan.model import Grid
 
@@ -22,6 +22,8 @@ def args(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         multiple_validation_sets=True,
         dataloader_type="single",
         global_batch_size=8,
+        micro_batch_size=2,
+        data_parallel_size=2,
         eval_iters=3,
         consumed_valid_samples=40,
         num_workers=0,
@@ -49,6 +51,14 @@ def test_one_set_is_read_in_full_or_in_the_batches_of_its_flag(args: SimpleNames
     part = validation_sets(range(100), args, GRID, lambda: 40)
     assert not isinstance(whole, tuple) and not isinstance(part, tuple)
     assert (whole.batches, whole.first(), part.batches, part.first()) == (13, 0, 3, 40)
+
+
+def test_a_batch_that_replicas_cannot_share_is_cut_to_what_they_can(args: SimpleNamespace) -> None:
+    """``--decrease-batch-size-if-needed`` lets a batch be no multiple of a micro-batch for each replica."""
+    args.global_batch_size = 11
+    assert batch_size(args) == 8
+    args.eval_global_batch_size = 7
+    assert batch_size(args) == 4
 
 
 def test_without_training_the_set_is_read_from_its_begin(args: SimpleNamespace) -> None:
