@@ -33,17 +33,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.elastic.mcore.args.preflight import check_tokens, check_validation
+from megatron.elastic.mcore.args.bad_input import translated
+from megatron.elastic.mcore.args.preflight import check_tokens, check_validation, sequences_per_dataset
 from megatron.elastic.mcore.patching.compat import batch_on_this_rank, packed_batch_on_this_rank, predicts_here, run
 
 Batch = tuple[torch.Tensor | None, ...]
+SPIKE = 10
+"""Megatron's factor over the usual loss, from which on ``--check-for-spiky-loss`` is concerned."""
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
@@ -149,6 +154,17 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     return tuple(batch.get(name) for name in FIELDS), packed
 
 
+def check_loss(total: torch.Tensor) -> None:
+    """Have Megatron compute a step again whose loss is not finite (it then ends), or unexpectedly large."""
+    args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        machine.validate_result(total, torch.isnan, "the loss of a micro-batch is not a number")
+        machine.validate_result(total, torch.isinf, "the loss of a micro-batch is infinite")
+    if args.check_for_spiky_loss:
+        large = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        machine.validate_result(total, large, "the loss of a micro-batch has a spike", fatal=False)
+
+
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -163,6 +179,8 @@ def loss_func(
     total = torch.sum(losses * mask)
     tokens = mask.sum().detach().to(torch.int)
     report = torch.cat([total.detach().clone().view(1), tokens.view(1)])
+    if not get_args().elastic:  # its engine looks at the sums of all ranks
+        check_loss(total)
     return total, tokens, {"lm loss": report}
 
 
@@ -192,7 +210,8 @@ def reads_data(vp_stage: int | None = None) -> bool:
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
     """Return the configuration of Megatron's dataset builder from Megatron's flags."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
+    kind = partial(GPTFIMDatasetConfig, **cut_of_samples(args)) if args.fim_data else GPTDatasetConfig
+    return kind(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -211,10 +230,26 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=sequences_per_dataset(args),
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
         context_parallel_size=args.context_parallel_size,
     )
+
+
+def cut_of_samples(args: Namespace) -> dict[str, Any]:
+    """Return the settings of ``--fim-data``: samples are cut in three, and the middle is put last."""
+    tokens = ("prefix", "middle", "suffix", "pad", "eod")
+    return {
+        "fim_rate": args.fim_rate,
+        "fim_spm_rate": args.fim_spm_rate,
+        "fim_extra_tokens": {name: getattr(args, f"fim_{name}_token") for name in tokens},
+        "fim_split_sample": args.fim_split_sample,
+        "fim_fragment_rate": args.fim_fragment_rate,
+        "fim_no_prefix": args.fim_no_prefix,
+    }
 
 
 def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -222,8 +257,11 @@ def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> 
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     check_tokens(args, args.padded_vocab_size)
-    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args))
+    of_tokens = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
+    kind = SFTDataset if args.sft else of_tokens
+    with translated():
+        config = dataset_config(args)
+    builder = BlendedMegatronDatasetBuilder(kind, sample_counts, partial(reads_data, vp_stage), config)
     train, valid, test = builder.build()
     check_validation(args, train, valid)
     print_rank_0("> finished creating GPT datasets ...")

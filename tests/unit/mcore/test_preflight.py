@@ -21,7 +21,13 @@ from megatron.elastic.mcore.args.bad_input import (
     unreadable_named,
     unwritable_cache_named,
 )
-from megatron.elastic.mcore.args.preflight import check_data, check_index, check_sizes, data_prefixes
+from megatron.elastic.mcore.args.preflight import (
+    check_data,
+    check_index,
+    check_sizes,
+    data_prefixes,
+    sequences_per_dataset,
+)
 
 
 def sizes(**given: Any) -> Namespace:
@@ -288,3 +294,19 @@ def test_a_cache_of_the_data_that_cannot_be_written_is_one_line() -> None:
     one_line(caught, "--data-cache-path /full", "no space", "free space")
     with pytest.raises(PeerLost), unwritable_cache_named("/full"):
         raise PeerLost(1, "gone") from OSError(104, "reset")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("[1]", "no attribute"), ("{", "Expecting"), ('{"words": [3]}', "of words"), ('{"other": [3, 4]}', "of words")],
+)
+def test_numbers_of_sequences_are_given_for_each_dataset(tmp_path: Path, text: str, told: str) -> None:
+    listed = tmp_path / "counts.json"
+    args = Namespace(per_dataset_sequences_path=str(listed), data_path=["0.5", "words"])
+    with pytest.raises(BadInput, match=r"--per-dataset-sequences-path .*No such file"):
+        sequences_per_dataset(args)
+    listed.write_text(text)
+    with pytest.raises(BadInput, match=rf"--per-dataset-sequences-path .*{told}"):
+        sequences_per_dataset(args)
+    listed.write_text('{"words": [3, 4]}')
+    assert sequences_per_dataset(args) == {"words": [3, 4]}

@@ -31,6 +31,7 @@ __all__ = [
     "check_validation",
     "data_prefixes",
     "launch_environment",
+    "sequences_per_dataset",
 ]
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -265,6 +266,26 @@ def _listed(flag: str, path: str) -> list[str]:
         ]
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{flag} {path}: {error}") from error
+
+
+def sequences_per_dataset(args: Namespace) -> dict[str, list[int]] | None:
+    """Return path prefix → numbers of sequences and documents of ``--per-dataset-sequences-path``, if it is given.
+
+    Raises :class:`BadInput` if the file has other contents, or not each dataset.
+    """
+    flag, path = "--per-dataset-sequences-path", args.per_dataset_sequences_path
+    if path is None:
+        return None
+    try:
+        found = {
+            prefix: [int(number) for number in counts] for prefix, counts in json.loads(Path(path).read_text()).items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise BadInput(f"{flag} {path}: {error}") from error
+    missing = [prefix for _, prefix in data_prefixes(args) if len(found.get(prefix, ())) != 2]
+    if missing:
+        raise BadInput(f"{flag} {path} has no [sequences, documents] of {missing[0]}: add it, or leave out the flag")
+    return found
 
 
 def check_sources(args: Namespace) -> None:
