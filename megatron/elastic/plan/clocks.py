@@ -4,7 +4,7 @@ Idea: ``frequency.balance_clocks`` levels how long cells are busy, but in a
 pipeline a cell that waits is also passed through by every fill and drain, so
 levelling alone would lengthen the step. Pipeline by pipeline, the clocks at
 which cells would be busy until the deadline are therefore approached from the
-present ones by bisection, each try timed by running the plan's own tables.
+present ones by bisection, each try timed by running that pipeline's own tables.
 
 The result goes into ``Plan.frequencies_khz``; whether it can be set is the
 platform's answer.
@@ -13,13 +13,13 @@ platform's answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from megatron.elastic.plan.cost import PPM, plan_costs
+from megatron.elastic.plan.cost import PPM, Costs, piece_costs, plan_costs
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, top_clock
-from megatron.elastic.plan.model import Plan, Profile
+from megatron.elastic.plan.model import Action, Cell, Piece, Plan, Profile
 from megatron.elastic.plan.schedule.table import components
-from megatron.elastic.plan.schedule.timing import execute
+from megatron.elastic.plan.schedule.timing import walk
 
 __all__ = ["clocked_time", "with_clocks"]
 
@@ -34,15 +34,7 @@ def clocked_time(
     clocks: Mapping[int, int],
 ) -> int:
     """Step time (ns) of the plan's tables with ``clocks`` (kHz by cell; absent: the nominal clock)."""
-    cells = []
-    for cell in plan.cells:
-        khz = clocks.get(cell.id)
-        if khz is None or cell.id not in fits:
-            cells.append(cell)
-            continue
-        nominal = fits[cell.id].time_ns(ranges[cell.id].nominal_khz)
-        cells.append(replace(cell, speed_ppm=max(1, cell.speed_ppm * nominal // max(1, fits[cell.id].time_ns(khz)))))
-    return execute(plan, plan_costs(plan.pieces, plan.edges, cells, profile)).makespan
+    return max(one.time_ns(profile, fits, ranges, clocks) for one in _pipelines(plan, profile))
 
 
 def with_clocks(
@@ -66,24 +58,66 @@ def with_clocks(
     if not cells:
         return plan
     clocks = {cell: top_clock(ranges[cell], boost) for cell in cells}
-    limit = clocked_time(plan, profile, fits, ranges, clocks)
+    pipelines = _pipelines(plan, profile)
+    limit = max(one.time_ns(profile, fits, ranges, clocks) for one in pipelines)
     limit += limit * tolerance_ppm // PPM
-    for group in _pipelines(plan):
+    for one in pipelines:
+        top = {cell.id: clocks[cell.id] for cell in one.cells if cell.id in clocks}
         floors = {}
-        for cell in sorted(group.intersection(cells)):
+        for cell in sorted(top):
             wanted = fits[cell].clock_khz(limit // rows[cell])
-            floors[cell] = clocks[cell] if wanted is None else min(clocks[cell], ranges[cell].at_least(wanted))
-        clocks = _lowest(plan, profile, fits, ranges, clocks, floors, limit)
+            floors[cell] = top[cell] if wanted is None else min(top[cell], ranges[cell].at_least(wanted))
+        clocks |= _lowest(one, profile, fits, ranges, top, floors, limit)
     return replace(plan, frequencies_khz=tuple(sorted(clocks.items())))
 
 
-def _pipelines(plan: Plan) -> list[set[int]]:
-    """Cells that depend on each other, group by group."""
-    return [{plan.pieces[number].cell for number in group} for group in components(plan.pieces, plan.edges)]
+@dataclass(frozen=True)
+class _Pipeline:
+    """Cells that depend on each other, and on no others: their part of a plan, which is timed alone."""
+
+    cells: tuple[Cell, ...]
+    pieces: tuple[Piece, ...]
+    tables: tuple[tuple[int, tuple[Action, ...]], ...]
+    edges: tuple[int, ...]
+    """Times of all transfers of the plan, ns."""
+
+    def time_ns(
+        self,
+        profile: Profile,
+        fits: Mapping[int, ClockFit],
+        ranges: Mapping[int, ClockRange],
+        clocks: Mapping[int, int],
+    ) -> int:
+        """Return the time of the tables with ``clocks`` (kHz by cell; absent: the nominal clock)."""
+        cells = []
+        for cell in self.cells:
+            khz = clocks.get(cell.id)
+            if khz is None or cell.id not in fits:
+                cells.append(cell)
+                continue
+            fit = fits[cell.id]
+            nominal, spent = fit.time_ns(ranges[cell.id].nominal_khz), max(1, fit.time_ns(khz))
+            cells.append(replace(cell, speed_ppm=max(1, cell.speed_ppm * nominal // spent)))
+        costs = piece_costs(self.pieces, cells, profile)
+        by_piece = {piece.id: cost for piece, cost in zip(self.pieces, costs, strict=True)}
+        return walk(self.tables, Costs(by_piece, self.edges)).makespan
+
+
+def _pipelines(plan: Plan, profile: Profile) -> list[_Pipeline]:
+    """The plan's parts that share no edge."""
+    cells, tables = {cell.id: cell for cell in plan.cells}, dict(plan.tables)
+    edges = plan_costs(plan.pieces, plan.edges, plan.cells, profile).edges
+    found = []
+    for group in components(plan.pieces, plan.edges):
+        pieces = tuple(plan.pieces[number] for number in group)
+        own = sorted({piece.cell for piece in pieces})
+        lines = tuple((cell, tables[cell]) for cell in own if cell in tables)
+        found.append(_Pipeline(tuple(cells[cell] for cell in own), pieces, lines, edges))
+    return found
 
 
 def _lowest(
-    plan: Plan,
+    pipeline: _Pipeline,
     profile: Profile,
     fits: Mapping[int, ClockFit],
     ranges: Mapping[int, ClockRange],
@@ -91,14 +125,15 @@ def _lowest(
     floors: Mapping[int, int],
     limit: int,
 ) -> dict[int, int]:
-    """``clocks`` with those of ``floors`` as far down towards them as the step time allows."""
+    """``clocks`` of one pipeline, as far down towards ``floors`` as the step time allows."""
     best, low, high = clocks, 1, 1 << ROUNDS
     while low <= high:
         middle = (low + high) // 2
-        tried = dict(clocks)
-        for cell, floor in floors.items():
-            tried[cell] = ranges[cell].at_least(clocks[cell] - ((clocks[cell] - floor) * middle >> ROUNDS))
-        if clocked_time(plan, profile, fits, ranges, tried) <= limit:
+        tried = {
+            cell: ranges[cell].at_least(clocks[cell] - ((clocks[cell] - floor) * middle >> ROUNDS))
+            for cell, floor in floors.items()
+        }
+        if pipeline.time_ns(profile, fits, ranges, tried) <= limit:
             best, low = tried, middle + 1
         else:
             high = middle - 1

@@ -7,12 +7,12 @@ piece never costs less than its exact time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.model import Cell, Edge, Piece, Profile, Replica
 
-__all__ = ["Costs", "PieceCost", "held_bytes", "plan_costs", "unit_sums"]
+__all__ = ["Costs", "PieceCost", "held_bytes", "piece_costs", "plan_costs", "unit_sums"]
 
 PPM = 1_000_000
 
@@ -31,7 +31,7 @@ class PieceCost:
 class Costs:
     """``pieces[piece id]`` and ``edges[edge index]`` (ns a transfer, the same both ways; 0 within a cell)."""
 
-    pieces: tuple[PieceCost, ...]
+    pieces: Sequence[PieceCost] | Mapping[int, PieceCost]
     edges: tuple[int, ...]
 
 
@@ -45,6 +45,11 @@ def unit_sums(values: Iterable[int]) -> list[int]:
 
 def plan_costs(pieces: Sequence[Piece], edges: Sequence[Edge], cells: Sequence[Cell], profile: Profile) -> Costs:
     """Times of all pieces and transfers under ``profile`` and the cells' speeds."""
+    return Costs(piece_costs(pieces, cells, profile), tuple(_transfer(edge, pieces, profile) for edge in edges))
+
+
+def piece_costs(pieces: Iterable[Piece], cells: Iterable[Cell], profile: Profile) -> tuple[PieceCost, ...]:
+    """Times of ``pieces``, in their order, under ``profile`` and the speeds of ``cells``."""
     speed = {cell.id: cell.rate_ppm for cell in cells}
     forward = unit_sums(unit.forward_ns for unit in profile.units)
     backward = unit_sums(unit.backward_ns for unit in profile.units)
@@ -63,7 +68,7 @@ def plan_costs(pieces: Sequence[Piece], edges: Sequence[Edge], cells: Sequence[C
             size = (held[piece.end] - held[piece.first]) * len(piece.rows)
             cost = known[key] = PieceCost(scaled(forward, piece), scaled(backward, piece), scaled(weight, piece), size)
         found.append(cost)
-    return Costs(tuple(found), tuple(_transfer(edge, pieces, profile) for edge in edges))
+    return tuple(found)
 
 
 def _transfer(edge: Edge, pieces: Sequence[Piece], profile: Profile) -> int:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from megatron.elastic.plan.clocks import clocked_time, with_clocks
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, balance_clocks, fit_clock
 from megatron.elastic.plan.model import Plan, Profile, UnitCost
+from megatron.elastic.plan.planner import instant_plan, uniform_profile
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.search.graph import GraphOptions
 from megatron.elastic.plan.search.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
+from tests.unit.calls import calls_in
 
 FINE = ClockRange(tuple(range(800_000, 1_600_001, 10_000)), 1_400_000)
 CLOCKS = ClockRange((800_000, 1_000_000, 1_200_000, 1_400_000, 1_600_000), 1_400_000)
@@ -108,3 +110,15 @@ def test_boost_shortens_the_step_where_clocks_allow_it() -> None:
 def test_without_fits_the_plan_is_untouched() -> None:
     plan, profile = recut_plan()
     assert with_clocks(plan, profile, {}, {}) is plan
+
+
+def test_the_cost_of_a_choice_grows_with_the_number_of_pipelines_and_not_faster() -> None:
+    """Each rank of a job with the frequency axis makes this choice every few steps."""
+
+    def calls(pipelines: int) -> int:
+        profile = uniform_profile(4)
+        plan = instant_plan(regular_topology(pipelines, 2, 4, waves=2), profile)
+        fits, ranges = fits_for(plan, profile), dict.fromkeys(range(2 * pipelines), FINE)
+        return calls_in(lambda: with_clocks(plan, profile, fits, ranges))
+
+    assert calls(32) < 5 * calls(8)
