@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 
 from megatron.elastic.engine.compute.clocks import Clocks, ClockState
 from megatron.elastic.plan.model import Plan
@@ -12,6 +14,7 @@ from megatron.elastic.plan.planner import instant_plan, uniform_profile
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology
 from megatron.elastic.platform.frequency import Applied, NativeFrequency, NoFrequency
+from tests.unit.calls import calls_in
 
 UNITS, WAVES = 6, 8
 PROFILE = uniform_profile(UNITS)
@@ -84,6 +87,22 @@ def test_a_device_raised_on_purpose_does_not_count_as_a_fast_one() -> None:
     plan, present, _ = settle(clocks, second_stage=2.0, short=True)
     seen = samples_of(plan, clocks.at_nominal(times(2.0, present)))
     assert seen[1][1] == seen[3][1] and 0.97 < seen[1][1] / samples_of(plan, times(2.0, {}))[1][1] < 1.03
+
+
+def test_a_clock_that_wanders_by_itself_is_neither_a_measurement_nor_a_reason_for_a_change() -> None:
+    """A device whose clock was not set shows another one at each look, and its times vary by 1%."""
+    clocks, random = watcher(), Random(1)
+    counts = []
+    for _ in range(2):
+        for _ in range(20):
+            present = {cell: NOMINAL + random.randrange(-10_000, 10_000) for cell in range(4)}
+            measured = {
+                key: (int(forward * random.uniform(0.99, 1.01)), backward)
+                for key, (forward, backward) in times(1.0, present).items()
+            }
+            assert clocks.observe(PLAN, measured, states(present), PROFILE) is None
+        counts.append(calls_in(partial(clocks.at_nominal, measured)))
+    assert counts[1] == counts[0], "a step costs as much as twenty steps before"
 
 
 def test_every_rank_derives_the_same_clocks() -> None:

@@ -34,7 +34,7 @@ ClockState = tuple[int, int, int, int]
 """(number of devices that can be set, lowest, highest, present clock), kHz; of one device or summed over a cell."""
 
 _SETTLE = 4
-"""Steps at unchanged clocks before clocks are chosen again."""
+"""Steps from one choice of clocks to the next."""
 _WINDOW = 8
 """Number of newest times that are kept for a clock."""
 _TOLERANCE_PPM = 20_000
@@ -60,8 +60,8 @@ class Clocks:
     _asked: int = 0
     _usable: bool = True
     _launch_khz: dict[int, int] = field(default_factory=dict)
-    _samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """(cell, kHz) → newest times of one row through the cell's units, ns."""
+    _samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    """Cell → clock, one of the planner's (:func:`_step_of`) → newest times of one row through the cell's units, ns."""
     _profile: Profile | None = None
     """Unit costs at the launch's clocks."""
     _present: dict[int, int] = field(default_factory=dict)
@@ -97,26 +97,27 @@ class Clocks:
         able = {cell.id: _of_cell(cell, states.get(cell.id, (0, 0, 0, 0))) for cell in plan.cells}
         ranges = {}
         per_row = _per_row(plan, times)
+        self._present.clear()
         for cell, found in able.items():
             if found is None or cell not in per_row:
                 continue
             lowest, highest, present = found
             launch_khz = self._launch_khz.setdefault(cell, present)
             ranges[cell] = ClockRange(_steps(lowest, highest, launch_khz), launch_khz)
-            kept = self._samples.setdefault((cell, present), [])
+            step = self._present[cell] = _step_of(present, ranges[cell])
+            kept = self._samples.setdefault(cell, {}).setdefault(step, [])
             kept.append(per_row[cell])
             del kept[:-_WINDOW]
-        self._present = {cell: found[2] for cell, found in able.items() if found is not None}
         self._steady += 1
         if self._steady < _SETTLE or not ranges:
             return None
+        self._steady = 0
         self._profile = self._profile or measured_profile(plan, times, profile)
         fits = {cell: self._fit(cell) for cell in ranges}
         boost = self.boost and short
         chosen = with_clocks(plan, self._profile, fits, ranges, boost=boost, tolerance_ppm=_TOLERANCE_PPM)
         if all(_near(khz, self._present[cell], ranges[cell]) for cell, khz in chosen.frequencies_khz):
             return None
-        self._steady = 0
         return chosen
 
     def at_nominal(self, times: Times) -> dict[Range, tuple[int, int]]:
@@ -162,7 +163,7 @@ class Clocks:
         return 0, 0, 0, 0
 
     def _fit(self, cell: int) -> ClockFit:
-        seen = {khz: min(times) for (owner, khz), times in self._samples.items() if owner == cell}
+        seen = {khz: min(times) for khz, times in self._samples[cell].items()}
         fitted = fit_clock(seen.items())
         if fitted is not None:
             return fitted
@@ -193,6 +194,16 @@ def _per_row(plan: Plan, times: Times) -> dict[int, int]:
 def _steps(lowest: int, highest: int, launch_khz: int) -> tuple[int, ...]:
     span = highest - lowest
     return tuple(sorted({launch_khz, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
+
+
+def _step_of(khz: int, clocks: ClockRange) -> int:
+    """Return the launch's clock if ``khz`` is at most one step from it, else the nearest of the planner's clocks.
+
+    The clock of a device that was not set differs a little at each look. No fit can be made of such differences.
+    """
+    if _near(khz, clocks.nominal_khz, clocks):
+        return clocks.nominal_khz
+    return min(clocks.allowed_khz, key=lambda allowed: abs(allowed - khz))
 
 
 def _near(one: int, other: int, clocks: ClockRange) -> bool:
