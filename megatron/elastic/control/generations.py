@@ -21,7 +21,7 @@ Invariants (tests/unit/control/test_generation_orders.py walks all interleavings
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -154,18 +154,19 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
 
     def ready(self) -> bool:
         """DECIDE may be tried."""
-        if self.quiet or self.ended is not None or len(self.reports) < len(self.members):
+        if self.quiet or self.ended is not None or len(self.reports) < (len(self.members) or self._starting):
             return False
         return bool(self.expected()) and not self.missing()
 
     def pending(self) -> Pending:
         """The requests that members should honour at their next boundary."""
         promised = () if self.decision is None else self.decision.returning
+        out = self.quarantine.out() if promised else frozenset[int]()
         return Pending(
             join=self._joining,
             drain=self.drain == (),
             checkpoint=self._checkpoint,
-            reform=self.quiet and not all(self._is_here_or_coming(rank) for rank in promised),
+            reform=self.quiet and not all(self._is_here_or_coming(rank, out) for rank in promised),
             leave=self.drain or (),
             reshape=self.reshapes.pending(len(self.coming)) if self.reshapes.is_open else None,
         )
@@ -185,21 +186,26 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
 
     def returns(self, rank: int) -> bool:
         """True if ``rank``, once lost, is started again in the present state."""
-        return self.ranks[rank].may_return and self.node_of(rank) not in self.quarantine.out()
+        return self._may_return(rank, self.ranks[rank], self.quarantine.out())
 
     def returning(self) -> tuple[int, ...]:
         """Ranks that are no members, but are being started or will be, ascending."""
-        return tuple(rank for rank, state in self.ranks.items() if self._is_coming(rank, state))
+        out = self.quarantine.out()
+        return tuple(rank for rank, state in self.ranks.items() if self._is_coming(rank, state, out))
 
-    def _is_here_or_coming(self, rank: int) -> bool:
+    def _may_return(self, rank: int, state: RankState, out: Collection[int]) -> bool:
+        return state.may_return and self.node_of(rank) not in out
+
+    def _is_here_or_coming(self, rank: int, out: Collection[int]) -> bool:
+        """``out``: nodes in quarantine; many ranks are asked for, and few nodes are there."""
         state = self.ranks[rank]
-        return state.standing == "member" or self._is_coming(rank, state)
+        return state.standing == "member" or self._is_coming(rank, state, out)
 
-    def _is_coming(self, rank: int, state: RankState) -> bool:
+    def _is_coming(self, rank: int, state: RankState, out: Collection[int]) -> bool:
         if state.standing != "lost":
             return state.standing in ("starting", "waiting")
         replaced = self.expects_nodes and self.respawn and not self.nodes[self.node_of(rank)].alive
-        return self.returns(rank) or (replaced and state.incarnation >= 0)
+        return self._may_return(rank, state, out) or (replaced and state.incarnation >= 0)
 
     def over(self) -> bool:
         """The job is done, or no rank is left that could go on."""
@@ -262,7 +268,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
             case JobEnded():
                 self.ended = event
         if self.fresh:  # every rank is needed
-            for node in self.nodes:
+            for node in self.quarantine.nodes:
                 self.quarantine.lift(node)
 
     def _lose(self, losses: Sequence[Loss]) -> None:
@@ -518,14 +524,21 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
             found.setdefault(state.standing, []).append(rank)
         return {standing: tuple(ranks) for standing, ranks in found.items()}
 
+    @cached_property
+    def _starting(self) -> int:
+        """Number of ranks of the launch that are being started; a start waits for all of them."""
+        return sum(rank < self.nominal for rank in self._standing("starting"))
+
     def _stand(self, state: RankState, standing: Standing) -> None:
         """Change a rank's standing; no other code does."""
-        state.standing = standing
-        self.standings_changed()
+        if state.standing != standing:
+            state.standing = standing
+            self.standings_changed()
 
     def standings_changed(self) -> None:
         """Forget which ranks are of which standing: :attr:`ranks` is other than it was."""
         vars(self).pop("_by_standing", None)
+        vars(self).pop("_starting", None)
 
     def _can_start(self, state: RankState) -> bool:
         if state.standing == "lost":

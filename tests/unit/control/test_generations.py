@@ -443,3 +443,33 @@ def test_an_agent_takes_in_a_loss_and_a_return_by_as_much_more_work_as_there_are
     few, many = taken_in(8), taken_in(32)
     print(f"{few} calls with 8 nodes, {many} with 32")
     assert many < 6 * few
+
+
+def test_what_a_start_and_the_return_of_many_ranks_cost_grows_with_their_number_and_not_faster() -> None:
+    """Each agent takes in an entry of each rank that starts, on the thread that renews its lease."""
+
+    def a_start(nodes: int) -> int:
+        state = machine(*[8] * nodes)
+
+        def start() -> None:
+            for rank in state.ranks:
+                state.apply(Waiting((entry(rank),)))
+                assert not state.over() and state.ready() == (rank == 8 * nodes - 1)
+
+        return calls_in(start)
+
+    def returns(nodes: int) -> int:
+        """The calls of one question while half of the ranks come again."""
+        state = started(*[8] * nodes)
+        state.quarantine.after = 0
+        for node in range(nodes // 2, nodes):
+            for rank in state.nodes[node].ranks:
+                state.apply(loss(rank))
+        report_all(state)
+        state.apply(Decided(state.frozen, 0))
+        assert state.quiet and len(state.returning()) == 4 * nodes
+        return calls_in(state.pending)
+
+    for measured in (a_start, returns):
+        few, many = measured(8), measured(32)
+        assert many < 6 * few, f"{measured.__name__}: {few} calls with 8 nodes, {many} with 32"
