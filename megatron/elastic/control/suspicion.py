@@ -64,24 +64,23 @@ def sinks(waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     ``waiting`` maps each living rank to the ranks it waits for; a rank that is
     waited for but not in the map is a sink too (it is gone, or says nothing).
     """
-    counts: dict[int, int] = {}
-    for rank in waiting:
-        for reached in _reachable(rank, waiting):
-            if not waiting.get(reached):
-                counts[reached] = counts.get(reached, 0) + 1
+    waiters: dict[int, list[int]] = {}
+    for rank, others in waiting.items():
+        for other in set(others) - {rank}:
+            waiters.setdefault(other, []).append(rank)
+    counts = {rank: _reachable(rank, waiters) for rank in waiters if not waiting.get(rank)}
     return tuple(sorted(counts, key=lambda rank: (-counts[rank], rank)))
 
 
-def _reachable(start: int, waiting: Mapping[int, Sequence[int]]) -> set[int]:
-    found: set[int] = set()
-    front = [rank for rank in waiting.get(start, ()) if rank != start]
+def _reachable(start: int, edges: Mapping[int, Sequence[int]]) -> int:
+    """Return the number of ranks that are reached from ``start``, without itself."""
+    found, front = {start}, [start]
     while front:
-        rank = front.pop()
-        if rank not in found:
-            found.add(rank)
-            front.extend(waiting.get(rank, ()))
-    found.discard(start)
-    return found
+        for rank in edges.get(front.pop(), ()):
+            if rank not in found:
+                found.add(rank)
+                front.append(rank)
+    return len(found) - 1
 
 
 def hang_verdict(table: Mapping[int, Idle]) -> Ruling | None:

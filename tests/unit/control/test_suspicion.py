@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, cut_off, hang_verdict, sinks
 from megatron.elastic.control.timing import Timing
+from tests.unit.calls import calls_in
 
 
 def idle(*waiting_for: int, seconds: float = 100.0, limit: float = 30.0) -> Idle:
@@ -25,6 +26,16 @@ def test_a_circle_blames_no_rank() -> None:
 
 def test_the_sink_most_waited_for_comes_first_and_a_rank_without_a_row_is_one() -> None:
     assert sinks({0: (7,), 1: (7,), 2: (3,), 3: ()}) == (7, 3)
+
+
+def test_the_search_for_a_sink_costs_as_many_more_calls_as_there_are_more_ranks() -> None:
+    """The coordinator makes it on the thread that renews its lease."""
+
+    def calls(ranks: int) -> int:
+        chain: dict[int, tuple[int, ...]] = {rank: (rank + 1,) for rank in range(ranks)}
+        return calls_in(lambda: sinks({**chain, ranks: ()}))
+
+    assert calls(256) < 5 * calls(64)
 
 
 def test_no_rank_is_blamed_while_one_makes_progress() -> None:
