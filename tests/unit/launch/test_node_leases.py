@@ -16,7 +16,7 @@ from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.agent.agent_place import AgentPlace
+from megatron.elastic.launch.agent.agent_place import WATCHERS, AgentPlace
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Silence
 
@@ -210,3 +210,28 @@ def test_a_broken_connection_is_no_loss_while_the_lease_is_renewed_and_makes_one
         assert (1, 2, 0) not in job.lost, f"node 1 waits for the whole lease ({time.monotonic() - began:.1f} s so far)"
         until(lambda: (1, 2, 0) in job.lost)
         assert {node for _, node, _ in job.lost} == {2}
+
+
+def test_the_first_nodes_read_all_leases_and_the_others_read_theirs() -> None:
+    """So the store serves a number of leases that grows with the number of nodes, not with its square."""
+    nodes = {n: Node(f"h{n}", (n,), agent=f"agent{n}") for n in range(WATCHERS + 40)}
+    watched = {n: set(AgentPlace(n, "", nodes, Shelf(), SEAL, FAST, Loop()).watched()) for n in nodes}
+    assert all(watched[n] == nodes.keys() - {n} for n in range(WATCHERS))
+    assert all(watched[n] == set(range(WATCHERS)) for n in range(WATCHERS, len(nodes)))
+    nodes[0].alive = False
+    watched = {n: set(AgentPlace(n, "", nodes, Shelf(), SEAL, FAST, Loop()).watched()) for n in nodes}
+    assert watched[WATCHERS] == nodes.keys() - {0, WATCHERS}, "it takes the place of the lost one"
+    assert watched[0] == watched[WATCHERS + 1] == set(range(1, WATCHERS + 1))
+
+
+def test_if_all_that_read_every_lease_are_lost_at_once_the_others_find_that_and_the_further_losses() -> None:
+    count = WATCHERS + 3
+    with agents(count) as job:
+        for node in (WATCHERS, WATCHERS + 1):
+            job.start(node)
+        until(lambda: {node for _, node, _ in job.lost} == set(range(WATCHERS)))
+        for node in range(WATCHERS):  # as the journal has it then
+            job.nodes[node].alive = False
+        until(lambda: WATCHERS + 2 in {node for _, node, _ in job.lost})
+        assert not {node for _, node, _ in job.lost} & {WATCHERS, WATCHERS + 1}
+        assert set(job.leases[WATCHERS].tables) == {WATCHERS + 1}

@@ -11,7 +11,10 @@ from megatron.elastic.control.store import Store
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 
-__all__ = ["AgentPlace"]
+__all__ = ["WATCHERS", "AgentPlace"]
+
+WATCHERS = 4
+"""Number of agents that read the leases of all nodes: the coordinator and those that would succeed it."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +38,13 @@ class AgentPlace:
     def others(self) -> dict[int, Node]:
         """The other living nodes, by number."""
         return {number: node for number, node in self.nodes.items() if number != self.node and node.alive}
+
+    def watched(self) -> dict[int, Node]:
+        """The other living nodes whose leases this agent reads, by number.
+
+        The first living nodes read all leases, and the others read theirs. If all read all, the store would serve the
+        square of the number of nodes at each beat.
+        """
+        watchers = sorted(number for number, node in self.nodes.items() if node.alive)[:WATCHERS]
+        others = self.others()
+        return others if self.node in watchers else {number: others[number] for number in watchers}

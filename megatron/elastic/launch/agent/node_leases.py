@@ -1,10 +1,11 @@
-"""Leases of agents in the store: each agent renews its own and reads the others'.
+"""Leases of agents in the store: each agent renews its own and reads others'.
 
 - *Renewing.* A lease carries the table of what the agent's workers do. As soon as the
   store acknowledges a renewal, the workers may act for ``timing.fence`` longer; reading
   the others' leases is another thread's work and delays nothing. The renewal begins on
   the agent's loop: an agent that does not run does not renew.
-- *Watching.* One request reads all leases. A node is lost when its lease did not change
+- *Watching.* The agents of the first few nodes read all leases, the others read theirs
+  (:meth:`AgentPlace.watched`), with one request. A node is lost when its lease did not change
   for ``timing.lease``, or for ``timing.broken`` while the connection to its agent is
   broken (:mod:`presence`). The proof is the store's, not the observer's pace: only the
   time between two reads that found the same lease counts (:class:`Silence`), and the
@@ -176,7 +177,7 @@ class NodeLeases:
             lease = _Lease(self._count, self._place.epoch, self._place.token, now, read, table)
             self._beats.put((self._clock(), encode(lease)))
         if self._looks.empty:
-            holders = {number: (node.epoch, node.agent) for number, node in self._place.others().items()}
+            holders = {number: (node.epoch, node.agent) for number, node in self._place.watched().items()}
             self._looks.put(_Look(holders, dict(self._broken)))
 
     def doubt(self, node: int) -> None:
@@ -227,7 +228,7 @@ class NodeLeases:
             silent = self._silence.note(node, holder, None if lease is None else lease.number, began, ended)
             if self._allowed(look, node, began) < silent:
                 self._tell_lost(store, node, holder, lease)
-        self._loop.post(lambda: self._take(found))
+        self._loop.post(lambda: self._take(look, found))
 
     def _allowed(self, look: _Look, node: int, now: float) -> float:
         """Seconds without a renewal that do not make ``node`` lost."""
@@ -259,7 +260,9 @@ class NodeLeases:
             return None
         return lease if (lease.epoch, lease.agent) == holder else None
 
-    def _take(self, found: Mapping[int, _Lease]) -> None:
+    def _take(self, look: _Look, found: Mapping[int, _Lease]) -> None:
+        for node in self.tables.keys() - look.holders.keys():  # it is lost, or watched by others now
+            del self.tables[node], self.seen[node]
         for node, lease in found.items():
             self.seen[node] = lease.read
             self._heard(lease.now)
