@@ -2,7 +2,9 @@
 
 One thread runs everything; nothing it calls may block. Written here because the
 order matters: all that is readable is handled before timers, and handlers may
-forget descriptors whose event is still in the same batch.
+forget descriptors whose event is still in the same batch. Calls of other threads
+come before timers too, up to a limit: an agent that takes in many entries of the
+journal still renews its lease.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 __all__ = ["Loop", "Timers"]
+
+_TURN_SECONDS = 0.25
+"""Calls of other threads are made for so long before timers that are due have their turn."""
 
 
 class Timers(Protocol):
@@ -99,14 +104,17 @@ class Loop:
         self._running = True
         while self._running:
             wait = -1.0
-            if self._timers:
+            if self._calls:
+                wait = 0.0
+            elif self._timers:
                 wait = max(0.0, self._timers[0][0] - time.monotonic())
             for fd, mask in self._epoll.poll(wait):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif fd in self._handlers:
                     self._handlers[fd](mask)
-            while self._calls:
+            end = time.monotonic() + _TURN_SECONDS
+            while self._calls and time.monotonic() < end:
                 self._calls.popleft()()
             now = time.monotonic()
             while self._running and self._timers and self._timers[0][0] <= now:
