@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
 
@@ -21,8 +23,9 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
-from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.compute.dropout import DropoutKey, _Mask, dropout_scope
 from megatron.elastic.mcore.model.dropout import key_dropout
 
 SAMPLES, DROPOUT = 8, 0.3
@@ -86,6 +89,30 @@ def compute(case: Case) -> dict[str, list[float]]:
     return {"losses": losses, "grads": grads}
 
 
+def drawn(case: Case, repeated: bool) -> dict[str, list[list[int]]]:
+    """(unit, site) of each mask of a model that predicts two further tokens, in forward and in backward."""
+    config = gpt_config(case, 2, DROPOUT, case.recompute, mtp_num_layers=2, mtp_use_repeated_layer=repeated)
+    further = get_gpt_mtp_block_spec(config, get_gpt_layer_local_spec(), False)
+    model = gpt(config, tied=True, mtp_block_spec=further, position_embedding_type="rope").train()
+    key_dropout(model, 0)  # as where the sequence is cut
+    tokens = torch.arange(2 * (LENGTH + 1)).view(2, LENGTH + 1)
+    mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+    positions = torch.arange(LENGTH).expand(2, -1)
+    seen: list[list[int]] = []
+
+    def watched(at: _Mask, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        seen.append([at.unit, at.site])
+        return apply(at, x, residual)
+
+    apply = _Mask.apply
+    with patch.object(_Mask, "apply", watched), dropout_scope(DropoutKey(7, 5, (1, 2))):
+        labels = tokens[:, 1:].contiguous()
+        out = model(tokens[:, :-1].contiguous(), positions, mask.expand(2, 1, -1, -1), labels=labels)
+        forward = list(seen)
+        out.sum().backward()
+    return {"forward": forward, "backward": seen[len(forward) :]}
+
+
 class FusedAttention(torch.nn.Module):
     """Stands for a vendor's kernel, which has its dropout inside."""
 
@@ -103,4 +130,7 @@ if __name__ == "__main__":
     for name, dropout in (("fused", DROPOUT), ("fused, without dropout", 0.0)):
         fused = Case(name, dropout=dropout)
         answers.append({"case": asdict(fused), "unkeyed": answers_of(fused, unkeyed)[0]})
+    for name, repeated, recompute in (("two", False, None), ("one", True, None), ("one again", True, "full")):
+        further = Case(f"further tokens, {name}", recompute=recompute)
+        answers.append({"case": asdict(further), **answers_of(further, partial(drawn, repeated=repeated))[0]})
     Path(sys.argv[1]).write_text(json.dumps(answers))

@@ -60,3 +60,12 @@ def test_dropout_inside_a_vendors_kernel_is_told_in_a_line_and_refused_in_exact_
         unkeyed_line(unkeyed, exact=True)
     assert answers["fused, without dropout"]["unkeyed"] == []
     assert unkeyed_line([], exact=True) == ""
+
+
+@pytest.mark.parametrize("name", ["two", "one", "one again"])
+def test_no_mask_is_drawn_twice_where_tokens_are_looked_up_again_or_a_layer_predicts_several(answers, name):
+    """``two``: each further token has a layer of its own; ``one``: one layer predicts all, also recomputed."""
+    drawn = answers[f"further tokens, {name}"]
+    forward = [tuple(key) for key in drawn["forward"]]
+    assert len(forward) == len(set(forward)) == 3 + 4 * 3  # three embeddings, and three sites of each of four passes
+    assert {tuple(key) for key in drawn["backward"]} == set(forward), "backward draws the same masks"

@@ -1,7 +1,7 @@
 """Dropout whose masks depend on samples, not on ranks.
 
 The mask of an element is a function of (seed, step, global sample number, unit,
-site) and the element's coordinate in the whole activation, made by a counter-based
+site, use) and the element's coordinate in the whole activation, made by a counter-based
 generator (Philox4x32-10; ``csrc/random``). The generator has no state.
 
 Invariant: every computation of a sample drops the same elements, independent of rank,
@@ -45,6 +45,8 @@ __all__ = [
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _U64 = (1 << 64) - 1
+_USE_AT = 8
+"""The bit of a site's number at which the number of the use begins."""
 _SCOPE = "megatron.elastic.engine.compute.dropout.key"
 
 
@@ -64,12 +66,18 @@ class Site(IntEnum):
 class DropoutKey:
     """The step and the samples of a piece.
 
-    ``samples``: global sample numbers of the piece's rows, in batch order.
+    ``samples``: global sample numbers of the piece's rows, in batch order. ``use``: tells apart the passes of a sample
+    through one module, such as the embedding of its tokens and of further tokens.
     """
 
     seed: int
     step: int
     samples: tuple[int, ...]
+    use: int = 0
+
+    def site(self, site: int) -> int:
+        """Return the number under which masks of ``site`` are drawn in this use."""
+        return site | self.use << _USE_AT
 
 
 @dataclass(frozen=True)
@@ -303,7 +311,7 @@ def _drop(
             f"dropout got {x.shape[sample_dim]} rows along dimension {sample_dim}; the scope names "
             f"{len(key.samples)} samples"
         )
-    mask = _Mask(key, p, unit, site, sample_dim, extent, offset)
+    mask = _Mask(key, p, unit, key.site(site), sample_dim, extent, offset)
     if not torch.is_grad_enabled():
         return mask.apply(x, residual)
     out: Tensor = _Dropout.apply(x, residual, mask)  # type: ignore[no-untyped-call]

@@ -54,7 +54,7 @@ class SampleJitter:
             seed=key.seed % 2**64,
             step=key.step,
             unit=self.unit,
-            site=Site.ROUTER_INPUT,
+            site=key.site(Site.ROUTER_INPUT),
             samples=key.samples,
             device=self.device,
         )

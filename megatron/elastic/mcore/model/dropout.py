@@ -8,9 +8,10 @@ names of such modules, and :func:`unkeyed_line` the line to log, or the refusal 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -18,13 +19,27 @@ from megatron.core.transformer.identity_op import IdentityFuncOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, Intervals, SampleDropout, Section, Site, Split
+from megatron.elastic.engine.compute.dropout import (
+    BiasDropoutAdd,
+    Intervals,
+    SampleDropout,
+    Section,
+    Site,
+    Split,
+    current_key,
+    dropout_scope,
+)
 from megatron.elastic.engine.compute.jitter import SampleJitter
 from megatron.elastic.mcore.model.prediction import further_unit
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.state.coverage import Position
 
 __all__ = ["Slices", "key_dropout", "key_module", "launch_slices", "unkeyed_line"]
+
+T = TypeVar("T")
+
+_NUMBERED = "numbers_uses"
+"""Attribute of layers of further tokens whose passes are numbered; copies of them have it, and their hooks."""
 
 
 def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
@@ -94,12 +109,52 @@ def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
         )
         return []
     if isinstance(module, MultiTokenPredictionBlock):
+        _number_uses(module)
         config, layers = model.config, module.layers
         found = [_key_layer(one.mtp_model_layer, slices, further_unit(config, one.layer_number)) for one in layers]
         return [name for names in found for name in names]
     if hasattr(module, "layer_number"):
         return _key_layer(module, slices, int(module.layer_number))
     return []
+
+
+def _number_uses(block: MultiTokenPredictionBlock) -> None:
+    """Have the pass of each further token draw masks of its own.
+
+    All look tokens up in one embedding, and one layer may predict all of them. A recomputation runs what the pass
+    gave it, so it draws the same masks again. Idempotent: dropout is replaced again where the sequence is cut.
+    """
+    if getattr(block, _NUMBERED, False):
+        return
+    setattr(block, _NUMBERED, True)
+    number = 0
+
+    def begin(block: Any, arguments: Any) -> None:
+        nonlocal number
+        number = 0
+
+    def enter(layer: Any, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        nonlocal number
+        number += 1
+        layer._proj_and_transformer_layer = partial(_in_use, number, layer._proj_and_transformer_layer)
+        return arguments, {**given, "embedding": partial(_in_use, number, given["embedding"])}
+
+    def leave(layer: Any, arguments: Any, output: Any) -> None:
+        del layer._proj_and_transformer_layer  # the attribute of this pass, in front of the class's
+
+    block.register_forward_pre_hook(begin)
+    for layer in block.layers:
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
+        layer.register_forward_hook(leave, always_call=True)
+
+
+def _in_use(number: int, body: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Return ``body(...)``, whose masks are those of use ``number``. Outside of a piece nothing draws any."""
+    key = current_key()
+    if key is None:
+        return body(*arguments, **named)
+    with dropout_scope(replace(key, use=number)):
+        return body(*arguments, **named)
 
 
 def _key_layer(layer: Any, slices: Slices, unit: int) -> list[str]:

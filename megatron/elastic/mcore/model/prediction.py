@@ -8,7 +8,8 @@ They read what the model's last layer makes, behind the final norm. So that norm
 Megatron has it too: with a layout the head may be in another chunk.
 
 Invariant: the layers draw dropout masks, and count the tokens of experts, under numbers that no layer of the model has.
-The embedding draws the masks of its use at the first layer, with whatever copy of it a rank computes.
+The embedding draws the masks of its use at the first layer, with whatever copy of it a rank computes, and those of
+further tokens under the number of the token (``DropoutKey.use``).
 """
 
 from __future__ import annotations
