@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 
 from megatron.elastic.control import env
+from megatron.elastic.control.exits import ExitCode
 from tests.integration.launcher_cluster import PATIENCE, REHEARSAL, ROOT, Cluster, cluster
 from tests.integration.ports import free_port
 
@@ -128,3 +129,11 @@ def test_a_connection_between_agents_that_breaks_costs_no_node() -> None:
         lost = {tuple(entry) for e in job.of("decided") if e["generation"] <= generation for entry in e["lost"]}
         assert lost == {(0, 0, "signal SIGKILL")}
         assert "unreachable" not in job.text()
+
+
+def test_ranks_that_are_lost_with_their_node_count_for_the_limit_of_an_hour() -> None:
+    with cluster(2, nodes=2, script_options=(*RARELY, *SOON, "--elastic-max-losses-per-hour", "1")) as job:
+        job.wait_decided(1, 4)
+        job.agents[1].kill()
+        assert job.exit_code(0) == ExitCode.DETERMINISTIC, job.text()[-4000:]
+        assert "2 ranks were lost within an hour, more than --elastic-max-losses-per-hour 1" in job.text()

@@ -12,7 +12,7 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -302,6 +302,7 @@ class Agent:
             return
         if isinstance(event, Lost | NodeLost):
             self.clock.hear(event.at)
+        known = len(self.state.losses)
         self.state.apply(event)
         self._history.follow(event, self.state)
         self._display.follow(self._coordinates)
@@ -311,7 +312,7 @@ class Agent:
             if self.state.fresh:
                 self._respawn.end_newcomers()
         if self._active:
-            self._react(event)
+            self._react(event, self.state.losses[known:])
         elif not self._mine.alive or isinstance(event, NodeBack):
             self._return(event)
         self._quarantines.follow(event)
@@ -326,7 +327,10 @@ class Agent:
         elif self._active:
             self._journal_trimming.read(self._journal_io.mark, self._journal_io.needed)
 
-    def _react(self, event: Event) -> None:
+    def _react(self, event: Event, lost: Sequence[Loss]) -> None:
+        """``lost``: the processes that ``event`` lost."""
+        if isinstance(event, NodeLost):
+            self._respawn.record_node(lost, event.at)
         match event:
             case Lost():
                 self._respawn.record_losses(event)

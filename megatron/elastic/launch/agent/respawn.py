@@ -10,7 +10,7 @@ ranks of its node have recovered. They come first, since the start of a program 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -147,6 +147,13 @@ class Respawn:
             if loss.rank in self._ranks:
                 self._replace(loss, _FALL_BACK_SECONDS if loss.ending in (Ending.FALL_BACK, Ending.BEGIN_ANEW) else 0.0)
         self.start_anew_unless_begun(event.losses[0].rank)
+
+    def record_node(self, losses: Sequence[Loss], at: float) -> None:
+        """Count the ranks that were lost with a node. An agent of that node starts them again, once there is one."""
+        verdicts = [self.failures.record(loss.rank, loss.incarnation, -1, False, at) for loss in losses]
+        verdict = next(filter(None, verdicts), None)
+        if verdict is not None and self._coordinates:
+            self.append(JobEnded(ExitCode.DETERMINISTIC, verdict))
 
     def _replace(self, loss: Loss, pause: float) -> None:
         state = self.state.ranks[loss.rank]
