@@ -40,7 +40,8 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
 
     def record(self, rank: int, incarnation: int, step: int, raised: bool, now: float) -> str | None:
         """Note a loss; a text when the job should end for it (``raised``: ended by itself with an error)."""
-        self._times = [time for time in self._times if now - time < 3600.0]
+        recent = next((at for at, time in enumerate(self._times) if now - time < 3600.0), len(self._times))
+        del self._times[:recent]  # only the oldest: many ranks may be lost at once
         self._times.append(now)
         self._reached = max(self._reached, step)
         if raised and step >= 0:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, cut_off, hang_verdict, sinks
 from megatron.elastic.control.timing import Timing
-from tests.unit.calls import calls_in
+from tests.unit.calls import calls_in, lines_in
 
 
 def idle(*waiting_for: int, seconds: float = 100.0, limit: float = 30.0) -> Idle:
@@ -144,6 +144,16 @@ def test_losses_per_hour_are_counted_in_a_sliding_hour() -> None:
     assert failures.record(1, 0, 2, False, now=10) is None
     assert failures.record(2, 0, 3, False, now=3605) is None
     assert "--elastic-max-losses-per-hour" in (failures.record(3, 0, 3, False, now=3606) or "")
+
+
+def test_the_count_of_many_losses_at_once_costs_each_no_more_than_the_first() -> None:
+    """If the state is lost, all ranks end at once, and each agent counts them all."""
+
+    def lines(losses: int) -> int:
+        failures = Failures()
+        return lines_in(lambda: [failures.record(rank, 0, 3, False, now=0.0) for rank in range(losses)])
+
+    assert lines(400) < 5 * lines(100)
 
 
 def test_a_rank_that_never_gets_anywhere_is_given_up_with_growing_pauses() -> None:
