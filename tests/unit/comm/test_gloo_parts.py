@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.batched_work import BatchedWork
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
 from megatron.elastic.comm.gloo.build import Build, bury
+from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.gloo.group import GlooGroup
 from megatron.elastic.comm.gloo.guarded_store import GuardedStore
 from megatron.elastic.comm.gloo.seating import Seating
@@ -295,3 +296,32 @@ def test_a_group_of_one_waits_for_no_rank() -> None:
     assert alone.ready.is_set() and alone.inner is not None
     alone.drop()
     assert alone.inner is None
+
+
+def test_keys_of_former_generations_do_not_stay_in_the_store() -> None:
+    """The first agent serves the store for as long as the job runs."""
+    store = dist.HashStore()
+    fabrics = [GlooFabric(rank, 2, 0, store, timeout=20.0) for rank in range(2)]
+    addresses = {fabric.rank: fabric.address() for fabric in fabrics}
+
+    def enter(fabric: GlooFabric, generation: int) -> None:
+        fabric.interrupt(generation)
+        fabric.edit(generation, addresses, 20.0)
+        fabric.world.allreduce([torch.ones(1)]).wait()
+
+    try:
+        for generation in range(1, 6):
+            threads = [threading.Thread(target=enter, args=(fabric, generation)) for fabric in fabrics]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if generation == 1:
+                once = store.num_keys()
+        end = time.monotonic() + 20
+        while store.num_keys() > once and time.monotonic() < end:
+            time.sleep(0.01)
+        assert store.num_keys() == once
+    finally:
+        for fabric in fabrics:
+            fabric.close()

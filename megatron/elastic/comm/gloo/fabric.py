@@ -23,8 +23,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -101,6 +102,8 @@ class GlooFabric(Fabric):
         self._members: dict[int, Address] = {rank: self.address()}
         self._groups: dict[tuple[str, tuple[int, ...]], GlooGroup] = {}
         self._builds: dict[GlooGroup, Build] = {}
+        self._written: deque[str] = deque()
+        """Keys of the store that this rank has set and not deleted, in their order."""
         self._waits: dict[int, tuple[int, ...]] = {}
         self._unseen: set[int] = set()
         self._shut: set[int] = set()
@@ -131,7 +134,9 @@ class GlooFabric(Fabric):
         self._liveness.drain()
         self._drop_inner()
         dropped = time.monotonic()
+        former = len(self._written)
         self._meet(generation, members, timeout)
+        self._delete(former)
         met = time.monotonic()
         with self._lock:
             self._check_frozen(generation)
@@ -358,7 +363,8 @@ class GlooFabric(Fabric):
             registry.set_ranks(group, living, registry.Living(living))
 
     def _keys(self, topic: str, generation: int, timeout: float) -> GuardedStore:
-        return GuardedStore(self._store, f"{self._run_id}/{topic}/", lambda: self._check_frozen(generation), timeout)
+        prefix = f"{self._run_id}/{topic}/"
+        return GuardedStore(self._store, prefix, lambda: self._check_frozen(generation), timeout, self._written)
 
     def _meet(self, generation: int, members: Mapping[int, Address], timeout: float) -> None:
         """Return when every member has begun this edit."""
@@ -377,6 +383,18 @@ class GlooFabric(Fabric):
                     raise PeerLost(rank, "lost while groups of the new generation were formed")
             if time.monotonic() > deadline:
                 raise CommTimeout(timeout, tuple(missing))
+
+    def _delete(self, count: int) -> None:
+        """Delete the first keys, of former generations, aside. All members have begun this one: none reads them now."""
+        keys = [self._written.popleft() for _ in range(count)]
+
+        def run() -> None:
+            with suppress(RuntimeError, OSError):  # the store is gone, and the job with it
+                for key in keys:
+                    self._store.delete_key(key)
+
+        if keys:
+            threading.Thread(target=run, name="elastic-delete", daemon=True).start()
 
     def _drop_inner(self) -> None:
         with self._lock:

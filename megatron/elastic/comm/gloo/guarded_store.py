@@ -10,6 +10,7 @@ keeps the one connection of a ``TCPStore`` client free for other threads.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -22,16 +23,28 @@ LONGEST_PAUSE = 0.01
 
 
 class GuardedStore(dist.Store):
-    """Keys of ``store`` under ``prefix``; ``check()`` raises when waiting is pointless."""
+    """Keys of ``store`` under ``prefix``; ``check()`` raises when waiting is pointless.
 
-    def __init__(self, store: dist.Store, prefix: str, check: Callable[[], None], timeout: float) -> None:
+    ``written``: takes the keys that are set, with the prefix, so that its owner can delete them.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        check: Callable[[], None],
+        timeout: float,
+        written: deque[str] | None = None,
+    ) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
         self._check = check
         self._seconds = timeout
+        self._written = deque[str]() if written is None else written
 
     def set(self, key: str, value: str | bytes) -> None:
+        self._written.append(self._prefix + key)
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes are taken too
 
     def get(self, key: str) -> bytes:
