@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megatron.elastic.plan.cost import plan_costs
+from megatron.elastic.plan.cost import piece_costs
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
@@ -89,11 +89,7 @@ class Case:
         """Length of one ns of the profile, so that no piece of either plan is shorter than ``piece_ms``."""
         before, after = scenario_topology(self.scenario)
         plans = (nominal_plan(before, self.profile), answer(self.policy, after, self.profile))
-        shortest = min(
-            cost.forward
-            for plan in plans
-            for cost in plan_costs(plan.pieces, plan.edges, plan.cells, self.profile).pieces
-        )
+        shortest = min(cost.forward for plan in plans for cost in piece_costs(plan.pieces, plan.cells, self.profile))
         return self.piece_ms / 1e3 / shortest
 
 
