@@ -136,3 +136,19 @@ def test_what_plain_megatron_wrote_is_loaded_and_a_line_says_that_nothing_was_ve
     # Megatron's second line after a start averages two steps.
     known = {step: loss for step, loss in losses(logs(tmp_path, "whole")).items() if step > 4}
     assert largest_deviation(known, job.losses) < ROUNDING
+
+
+@pytest.mark.slow
+def test_a_newer_non_persistent_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    often = ("--non-persistent-save-interval", "2", "--non-persistent-ckpt-type", "global", "--save-interval", "3")
+    saving = (*often, "--save", str(tmp_path / "saved"))
+    job = elastic_job(tmp_path / "events", 2, 1, 1, STEPS + 2, *QUIET, *saving, "--exit-interval", "4")
+    assert job.code == 0 and complete(tmp_path / "saved" / "non_persistent")[-1] == 4, job.output[-4000:]
+    shutil.rmtree(tmp_path / "saved" / "iter_0000004", ignore_errors=True)  # the end of the job
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    whole = elastic_job(tmp_path / "whole", 2, 1, 1, STEPS + 2, *QUIET)
+    later = resumed(tmp_path / "later", tmp_path / "saved", *often)
+    assert later.code == 0 and min(later.committed) == 5, later.output[-4000:]
+    known = {step: loss for step, loss in whole.committed.items() if step > 4}
+    assert largest_deviation(known, later.committed) < ROUNDING
+    assert "non_persistent/iter_0000004 is verified" in said(later, tmp_path / "saved")[0]

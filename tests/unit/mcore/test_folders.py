@@ -110,3 +110,17 @@ def test_no_tracker_file_is_the_beginning_of_a_run(tmp_path: Path) -> None:
 def test_a_rank_that_joins_a_running_job_is_let_in_whatever_became_of_its_folders(environ: dict[str, str]) -> None:
     """A disk that fills up costs a line and a checkpoint, not the ranks that come back meanwhile."""
     check_folders(folders(save="/proc/x"), environ)
+
+
+def test_a_non_persistent_checkpoint_is_one_for_exit_on_missing_checkpoint(tmp_path: Path) -> None:
+    asks = {"load": str(tmp_path), "exit_on_missing_checkpoint": True}
+    tracked_beside = {"non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": str(tmp_path / "beside")}
+    with pytest.raises(BadInput, match="--exit-on-missing-checkpoint asks for one"):
+        check_folders(folders(**asks, **tracked_beside), {})
+    tracked(tmp_path / "beside", "6", 6)
+    check_folders(folders(**asks, **tracked_beside), {})
+
+
+def test_the_folder_of_non_persistent_checkpoints_is_checked_too(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--non-persistent-global-ckpt-dir /proc/x cannot be written to"):
+        check_folders(folders(save=str(tmp_path), non_persistent_global_ckpt_dir="/proc/x"), {})

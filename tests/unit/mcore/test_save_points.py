@@ -32,6 +32,7 @@ def loading(folder: Path | None, **flags: Any) -> SimpleNamespace:
     """Arguments of a job that loads from ``folder``."""
     load = None if folder is None else str(folder)
     unset = {"finetune": False, "ckpt_step": None, "pretrained_checkpoint": None}
+    unset |= {"non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None}
     return SimpleNamespace(**{"load": load} | unset | flags)
 
 
@@ -45,6 +46,19 @@ def test_flags_that_load_another_step_or_count_anew_are_honoured(tmp_path: Path)
     assert step_to_go_back_to(loading(tmp_path, ckpt_step=40)) == 40
     assert step_to_go_back_to(loading(tmp_path, finetune=True)) == 0
     assert step_to_go_back_to(loading(tmp_path, finetune=True, pretrained_checkpoint="elsewhere")) == 120
+
+
+@pytest.mark.parametrize(("persistent", "beside", "step"), [(None, 6, 6), (4, 6, 6), (8, 6, 8), (4, None, 4)])
+def test_a_newer_non_persistent_checkpoint_is_the_one_to_go_back_to(
+    tmp_path: Path, persistent: int | None, beside: int | None, step: int
+) -> None:
+    for folder, number in ((tmp_path, persistent), (tmp_path / "non_persistent", beside)):
+        if number is not None:
+            folder.mkdir(exist_ok=True)
+            (folder / TRACKER).write_text(str(number))
+    assert step_to_go_back_to(loading(tmp_path, non_persistent_ckpt_type="global")) == step
+    assert step_to_go_back_to(loading(tmp_path, non_persistent_ckpt_type="global", finetune=True)) == 0
+    assert step_to_go_back_to(loading(tmp_path)) == persistent
 
 
 class Saves:

@@ -30,26 +30,34 @@ def checkpoint(save: Path, step: int, manifest: bool = True) -> Path:
 
 
 def _load(here: Here) -> list[Any]:
-    """For each (--load, --ckpt-step): the step that Megatron would load inside or the error, and the lines said."""
+    """For each (--load, --ckpt-step, non-persistent ones too): the choice inside or the error, and the lines said.
+
+    The choice is the step instead of Megatron's own; with non-persistent ones its folder too, and their type.
+    """
     fabric = NativeFabric(0, 1, 0, run_id="alone", secret=b"x" * 32)
     install(fabric)
     fabric.edit(1, {0: fabric.address()}, 10.0)
     answers = []
-    for load, step in here.ask():
-        args, lines = SimpleNamespace(load=load, ckpt_step=step, pretrained_checkpoint=None), list[str]()
+    for load, step, beside in here.ask():
+        given = {"load": load, "ckpt_step": step, "pretrained_checkpoint": None}
+        given |= {"non_persistent_ckpt_type": "global" if beside else None, "non_persistent_global_ckpt_dir": None}
+        args, lines = SimpleNamespace(**given), list[str]()
         try:
-            with verified(args, fabric, lines.append):
+            with verified(args, fabric, lines.append) as manifest:
                 chosen: Any = args.ckpt_step
+                if beside:
+                    saved = None if manifest is None else StepRecord.from_json(manifest.record).version
+                    chosen = Path(args.load).name, args.ckpt_step, args.non_persistent_ckpt_type, saved
         except BadInput as error:
             chosen = str(error)
-        assert args.ckpt_step == step, "the argument is its own again afterwards"
+        assert vars(args) == given, "the arguments are their own again afterwards"
         answers.append((chosen, lines))
     return answers
 
 
-def loaded(*asked: tuple[Path, int | None]) -> list[tuple[Any, list[str]]]:
+def loaded(*asked: tuple[Path, int | None], beside: bool = False) -> list[tuple[Any, list[str]]]:
     with Ranks(1, _load) as ranks:
-        ranks.say(0, [(str(folder), step) for folder, step in asked])
+        ranks.say(0, [(str(folder), step, beside) for folder, step in asked])
         return [tuple(answer) for answer in ranks.results([0])[0]]
 
 
@@ -102,3 +110,40 @@ def test_a_folder_without_a_readable_tracker_is_left_to_megatron_or_refused(tmp_
     assert found[0] == (None, []), "nothing to load"
     assert "holds 'ten', not the number of a step" in found[1][0]
     assert "iter_0000004" in found[2][0] and "no checkpoint there can be loaded" in found[2][0]
+
+
+def test_a_newer_non_persistent_checkpoint_is_verified_in_place_of_the_others(tmp_path: Path) -> None:
+    """Megatron loads it: the state is compared with its manifest, not with that of the one that --load names."""
+    newer, older, cut, alone, odd = (tmp_path / name for name in ("newer", "older", "cut", "alone", "odd"))
+    for save, steps, others in (
+        (newer, (5,), (6, 8)),
+        (older, (5, 10), (6, 8)),
+        (cut, (5,), (6, 8)),
+        (alone, (), (6,)),
+        (odd, (5,), (6,)),
+    ):
+        for step in steps:
+            checkpoint(save, step)
+        for step in others:
+            checkpoint(save / "non_persistent", step)
+    for number in (6, 8):
+        (cut / "non_persistent" / f"iter_{number:07d}" / "__0_0.distcp").unlink()
+    (odd / "non_persistent" / TRACKER).write_text("six")
+    asked = ((newer, None), (older, None), (cut, None), (alone, None), (odd, None), (newer, 5), (older, 10))
+    found = loaded(*asked, beside=True)
+    assert found[0][0] == ("newer", None, "global", 8) and "non_persistent/iter_0000008 is verified" in found[0][1][0]
+    assert found[1][0] == ("older", None, "global", 10), "Megatron's own choice"
+    assert found[2][0] == ("cut", 5, None, 5) and ["is skipped" in line for line in found[2][1]] == [True, True, False]
+    assert found[3][0] == ("alone", None, "global", 6)
+    assert "holds 'six', not the number of a step" in found[4][0]
+    assert found[5][0] == ("newer", 5, "global", 8), "Megatron prefers a newer one to --ckpt-step"
+    assert found[6][0] == ("older", 10, "global", 10)
+
+
+def test_an_older_non_persistent_checkpoint_is_loaded_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 2)
+    checkpoint(tmp_path / "non_persistent", 4)
+    (checkpoint(tmp_path / "non_persistent", 6) / "__0_0.distcp").unlink()
+    ((chosen, lines),) = loaded((tmp_path, None), beside=True)
+    assert chosen == ("non_persistent", 4, None, 4)
+    assert [("is skipped" in line, "non_persistent/" in line) for line in lines] == [(True, True), (False, True)]

@@ -16,16 +16,26 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.preflight import data_prefixes
 
-__all__ = ["check_folders", "why_not_writable"]
+__all__ = ["check_folders", "non_persistent_folder", "why_not_writable"]
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """Errors of file systems without O_TMPFILE (open(2))."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+_NON_PERSISTENT = "non_persistent"
+"""Megatron's folder for checkpoints of ``--non-persistent-save-interval``, beside the other ones."""
+
+
+def non_persistent_folder(args: Any, beside: str) -> str | None:
+    """Return the folder of non-persistent checkpoints, where others lie in ``beside``; None if none are kept."""
+    if getattr(args, "non_persistent_ckpt_type", None) != "global":
+        return None
+    return args.non_persistent_global_ckpt_dir or os.path.join(beside, _NON_PERSISTENT)
 
 
 def check_folders(args: Namespace, environ: Mapping[str, str] = os.environ) -> None:
@@ -41,6 +51,7 @@ def _unwritable(args: Namespace) -> Iterator[str]:
     event_log = getattr(args, "elastic_event_log", None) if args.elastic else None
     for flag, folder in (
         ("--save", args.save),
+        ("--non-persistent-global-ckpt-dir", args.save and getattr(args, "non_persistent_global_ckpt_dir", None)),
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--elastic-event-log", event_log),
     ):
@@ -97,7 +108,9 @@ def _untracked(args: Namespace) -> Iterator[str]:
         try:
             named = tracker.read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:  # else Megatron starts from the beginning
-            if args.elastic and args.exit_on_missing_checkpoint and args.pretrained_checkpoint is None:
+            beside = non_persistent_folder(args, folder)
+            elsewhere = args.pretrained_checkpoint is not None or (beside and (Path(beside) / _TRACKER).is_file())
+            if args.elastic and args.exit_on_missing_checkpoint and not elsewhere:
                 yield f"{flag} {folder}: no checkpoint is there, and --exit-on-missing-checkpoint asks for one"
             continue
         except OSError as error:

@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron.training.checkpointing import get_checkpoint_name
 
+from megatron.elastic.mcore.args.folders import non_persistent_folder
+
 __all__ = ["discard", "nothing_removed", "save_folders"]
 
-_NON_PERSISTENT = "non_persistent"
-"""Megatron's folder in that of ``--save`` for checkpoints of ``--non-persistent-save-interval``."""
 _REMOVED = ".removed"
 """End of the name of a checkpoint that is being removed."""
 
@@ -37,9 +37,8 @@ def nothing_removed(args: Any) -> Iterator[None]:
 
 def save_folders(args: Any) -> tuple[str, ...]:
     """Return the folders that checkpoints are saved to: that of ``--save``, and of non-persistent ones if any."""
-    if args.non_persistent_ckpt_type != "global":
-        return (args.save,)
-    return args.save, args.non_persistent_global_ckpt_dir or os.path.join(args.save, _NON_PERSISTENT)
+    beside = non_persistent_folder(args, args.save)
+    return (args.save,) if beside is None else (args.save, beside)
 
 
 def discard(args: Any, folder: str, before: int, saved: int) -> None:

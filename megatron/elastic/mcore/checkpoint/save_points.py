@@ -10,22 +10,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.training import get_args, training
-from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
+from megatron.elastic.mcore.args.folders import non_persistent_folder
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.checkpoint.save_queue import make_own_queue
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
+from megatron.elastic.mcore.checkpoint.verifying import step_tracked
 from megatron.elastic.mcore.patching.patches import Row, bound
 
 __all__ = ["Checkpoints", "step_to_go_back_to"]
@@ -37,15 +37,16 @@ def step_to_go_back_to(args: Any) -> int | None:
     """Return the step at which a restarted job would begin with the checkpoint in ``--load``; None without one."""
     if not args.load:
         return None
+    beside = non_persistent_folder(args, args.load)
     try:
-        named = Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
-    except OSError:
+        named = step_tracked(args.load)
+        other = None if beside is None else step_tracked(beside)
+    except (OSError, ValueError):
         return None
-    if named != "release" and not named.isdecimal():
-        return None
-    if named == "release" or (args.finetune and args.pretrained_checkpoint is None):
+    found = [step for step in (args.ckpt_step or named, other) if step is not None]
+    if found and args.finetune and args.pretrained_checkpoint is None:
         return 0  # Megatron counts steps anew; it sets ``finetune`` itself after it took --pretrained-checkpoint
-    return int(args.ckpt_step or named)
+    return max(found, default=None)
 
 
 class Checkpoints:

@@ -1,5 +1,7 @@
 """The comparison of a checkpoint with its manifest before it is loaded; a damaged one is skipped for an older one.
 
+Megatron also loads a non-persistent checkpoint where that is as new as the one that the tracker or --ckpt-step names.
+
 Every rank reads its share of the files, so all files are read once for any number of
 ranks. Ranks exchange their findings and so make the same choice. A checkpoint of plain
 Megatron has no manifest; it is loaded, and one line says that it could not be verified.
@@ -21,12 +23,15 @@ from megatron.training.checkpointing import checkpoint_exists, get_checkpoint_tr
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.folders import non_persistent_folder
 from megatron.elastic.state.manifest import Manifest, ManifestError, damage, read, shares
 
-__all__ = ["verified"]
+__all__ = ["step_tracked", "verified"]
 
 _UNVERIFIED = "-"
 """In place of a manifest's hash: no manifest."""
+_CHOOSE = "load", "pretrained_checkpoint", "ckpt_step", "non_persistent_ckpt_type"
+"""Arguments by which Megatron chooses a checkpoint."""
 _FINDINGS = 16
 """Largest number of findings that one rank sends to the others."""
 
@@ -37,32 +42,36 @@ class _Found:
 
     flag: str = ""
     """The flag that names it, with its value."""
-    folder: str = ""
-    names: tuple[str, ...] = ()
-    """Checkpoints: the one that Megatron would load first, then those of earlier steps, newest first."""
+    checkpoints: tuple[tuple[str, str], ...] = ()
+    """(folder, name) of each: the one that Megatron would load first, then those of earlier steps, newest first."""
     why: str = ""
     """Why none can be loaded; also empty if no checkpoint is to be loaded."""
 
 
 @contextmanager
 def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[Manifest | None]:
-    """Have Megatron load the newest checkpoint that verifies, beginning with the tracker's, inside the context.
+    """Have Megatron load the newest checkpoint that verifies, beginning with its own choice, inside the context.
 
-    With --ckpt-step it is that one or none. Yields its manifest, ``None`` if it has none. Collective. ``say`` prints
+    With --ckpt-step it is that choice or none. Yields its manifest, ``None`` if it has none. Collective. ``say`` prints
     a line, on one rank. Raises :class:`BadInput` if checkpoints exist and none verifies.
     """
-    step, first = args.ckpt_step, fabric.alive[0]
+    first, before = fabric.alive[0], {name: getattr(args, name) for name in _CHOOSE}
     speaks = fabric.rank == first
     texts = gather_messages(fabric, str, json.dumps(astuple(_look(args)) if speaks else None))
     found = _Found(*json.loads(texts[first]))
     manifest: Manifest | None = None
-    if found.names or found.why:
-        instead, manifest = _choose(found, step, fabric, say if speaks else _nothing)
-        args.ckpt_step = instead or step
+    if found.checkpoints or found.why:
+        instead, manifest = _choose(found, args.ckpt_step, fabric, say if speaks else _nothing)
+        if instead is not None:
+            folder, name = instead
+            chosen = {found.flag.split()[0]: folder}
+            args.load = chosen.get("--load", args.load)
+            args.pretrained_checkpoint = chosen.get("--pretrained-checkpoint", args.pretrained_checkpoint)
+            args.ckpt_step, args.non_persistent_ckpt_type = _step(name), None
     try:
         yield manifest
     finally:
-        args.ckpt_step = step
+        vars(args).update(before)
 
 
 def _nothing(line: str) -> None:
@@ -71,20 +80,21 @@ def _nothing(line: str) -> None:
 
 def _choose(
     found: _Found, step: int | None, fabric: Fabric, say: Callable[[str], None]
-) -> tuple[int | None, Manifest | None]:
-    """Return the step to load instead of Megatron's choice (None to keep that), and the manifest of that checkpoint."""
+) -> tuple[tuple[str, str] | None, Manifest | None]:
+    """Return the (folder, name) to load instead of Megatron's choice (None to keep that), and its manifest."""
     why = found.why
-    for number, name in enumerate(found.names):
+    for number, (folder, name) in enumerate(found.checkpoints):
         began = time.monotonic()
-        finding, manifest = _examine(Path(found.folder) / name, fabric)
+        finding, manifest = _examine(Path(folder) / name, fabric)
+        shown = name if found.flag.endswith(f" {folder}") else f"{folder}/{name}"
         if not finding:
             seconds = time.monotonic() - began
             without = "is loaded unverified: it has no manifest (plain Megatron or an older version wrote it)"
-            say(f"{found.flag}: {name} {without if manifest is None else f'is verified ({seconds:.2f} s)'}")
-            return _step(name) if number else None, manifest
+            say(f"{found.flag}: {shown} {without if manifest is None else f'is verified ({seconds:.2f} s)'}")
+            return (folder, name) if number else None, manifest
         if not step:
-            say(f"{found.flag}: {name} is skipped: {finding}")
-        why = why or f"{name}: {finding}"
+            say(f"{found.flag}: {shown} is skipped: {finding}")
+        why = why or f"{shown}: {finding}"
     advice = "choose another step (--ckpt-step) or another folder"
     raise BadInput(f"{found.flag}: no checkpoint there can be loaded ({why}): {advice}")
 
@@ -96,27 +106,59 @@ def _look(args: Any) -> _Found:
         flag, folder = "--pretrained-checkpoint", args.pretrained_checkpoint
     if folder is None:
         return _Found()
-    found = _Found(f"{flag} {folder}", folder)
-    if step:
-        return replace(found, names=(f"iter_{step:07d}",))
+    found, beside = _Found(f"{flag} {folder}"), non_persistent_folder(args, folder)
+    try:
+        named = _tracked(folder)
+        release = named == "release" and not step
+        persistent = [(folder, named)] if release else _up_to(folder, step or step_tracked(folder))
+        other = [] if beside is None else _up_to(beside, step_tracked(beside))
+    except ValueError as error:
+        return replace(found, why=str(error))
+    except OSError as error:
+        return replace(found, why=f"{error.filename} cannot be read: {error.strerror}")
+    newest = [places[0] for places in (other, persistent) if places]
+    if not newest:
+        return found
+    first = max(newest, key=lambda place: _step(place[1]))
+    if step or release:
+        return replace(found, checkpoints=(first,))
+    rest = sorted((place for place in (*other, *persistent) if place != first), key=lambda p: _step(p[1]), reverse=True)
+    return replace(found, checkpoints=(first, *rest))
+
+
+def _tracked(folder: str) -> str:
+    """Return what the tracker in ``folder`` holds; empty if there is none. Raises ``ValueError`` if it is no step."""
     tracker = Path(get_checkpoint_tracker_filename(folder))
     try:
         named = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        names = [path.name for path in Path(folder).iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
     except FileNotFoundError:
-        return _Found()
-    except OSError as error:
-        return replace(found, why=f"{error.filename} cannot be read: {error.strerror}")
-    if named == "release":
-        return replace(found, names=(named,))
-    if not named.isdecimal():
-        return replace(found, why=f"{tracker.name} holds {named[:40]!r}, not the number of a step")
-    older = sorted((name for name in names if 0 < _step(name) < int(named)), key=_step, reverse=True)
-    return replace(found, names=(f"iter_{int(named):07d}", *older))
+        return ""
+    if named != "release" and not named.isdecimal():
+        raise ValueError(f"{tracker.name} holds {named[:40]!r}, not the number of a step")
+    return named
+
+
+def step_tracked(folder: str) -> int | None:
+    """Return the step that the tracker in ``folder`` names, of a release 0; None if there is no tracker.
+
+    Raises ``OSError``, or ``ValueError`` if it names none.
+    """
+    named = _tracked(folder)
+    return _step(named) if named else None
+
+
+def _up_to(folder: str, step: int | None) -> list[tuple[str, str]]:
+    """Return the checkpoint of ``step`` in ``folder``, there or not, and those of earlier steps, newest first."""
+    if step is None:
+        return []
+    names = {path.name for path in Path(folder).iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)}
+    older = sorted((name for name in names if 0 < _step(name) < step), key=_step, reverse=True)
+    return [(folder, f"iter_{step:07d}"), *((folder, name) for name in older)]
 
 
 def _step(name: str) -> int:
-    return int(name.removeprefix("iter_"))
+    """Return the step of a checkpoint, or of a tracker's text; of a release 0, as Megatron counts it."""
+    return 0 if name == "release" else int(name.removeprefix("iter_"))
 
 
 def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, Manifest | None]:
