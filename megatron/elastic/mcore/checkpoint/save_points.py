@@ -76,6 +76,11 @@ class Checkpoints:
                 self._save,
             ),
             (
+                "megatron.training.checkpointing.generate_state_dict",
+                "a rank also writes the parts of lost ranks, and the values are those of the state blocks",
+                self._state_dict,
+            ),
+            (
                 "megatron.training.checkpointing.schedule_async_save",
                 "a thread writes the files for which Megatron would start a process",
                 self._schedule,
@@ -224,6 +229,19 @@ class Checkpoints:
         """Finish the save under way; begin it again as long as it is interrupted."""
         while self._complete() == "again":
             self._save_here()
+
+    def _state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            state = original(**call)
+            translator = call["optimizer"].checkpoint if call["optimizer"] is not None else None
+            if translator is None or translator.content is None:  # a load
+                return state
+            metadata = call["model_sd_kwargs"]["metadata"]
+            return translator.whole(state, call["args"], call["optimizer"].param_groups, metadata)
+
+        return replacement
 
     def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -84,10 +84,21 @@ class OptimizerCheckpoint:
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Return a sharded state dict to plan a save over; its tensors are empty and registered in :attr:`content`."""
-        state = self._saved(self._parts(self._own), model_state, groups, metadata)
-        found = {duty.rank: self._saved_for(duty, place, groups, metadata) for duty, place in self._duties.items()}
-        # Megatron counts optimizers by their keys in what all ranks have in common, where an empty part would be left.
-        return state | {f"rank {rank}": part for rank, part in found.items() if part}
+        return self._saved(self._parts(self._own), model_state, groups, metadata)
+
+    def whole(
+        self, state_dict: Any, args: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Any:
+        """Return the state dict of a save, extended by the parts of other ranks that this rank writes.
+
+        Without optimizer state (--no-save-optim) the parameters of the model are registered here.
+        """
+        if args.no_save_optim:
+            self._register_parameters(self._own)
+        found = {
+            duty.rank: self._saved_for(duty, place, args, groups, metadata) for duty, place in self._duties.items()
+        }
+        return state_dict | {f"rank {rank}": part for rank, part in found.items() if part}
 
     @contextmanager
     def as_launched(self, others: Collection[Duty] = ()) -> Iterator[None]:
@@ -122,7 +133,12 @@ class OptimizerCheckpoint:
         return _chained(states)
 
     def _saved_for(
-        self, duty: Duty, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+        self,
+        duty: Duty,
+        place: LaunchStage,
+        args: Any,
+        groups: Sequence[Mapping[str, Any]],
+        metadata: Mapping[str, Any],
     ) -> Any:
         """Return the tensors and objects of a duty as its rank would write them; each carries its own key."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
@@ -130,11 +146,13 @@ class OptimizerCheckpoint:
         parts = [part for part in self._parts(place) if _concerns(duty, part)]
         with self._others.standing_at(duty.rank):
             model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
-            whole = {
-                **model,
-                "optimizer": self._saved(parts, model, groups, alone),
-                "rng_state": checkpointing.get_rng_state("torch_dist", None, None),
-            }
+            whole = dict(model)
+            if args.no_save_optim:
+                self._register_parameters(place)
+            else:
+                whole["optimizer"] = self._saved(parts, model, groups, alone)
+            if not args.no_save_rng:
+                whole["rng_state"] = checkpointing.get_rng_state("torch_dist", None, None)
         return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase) and duty.has(value.key))[0]
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
@@ -253,6 +271,12 @@ class OptimizerCheckpoint:
             per_model_buffers=None,
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
+
+    def _register_parameters(self, place: LaunchStage) -> None:
+        """Register the model's parameters in the content as the masters in the state blocks."""
+        assert self.content is not None, "a save is planned by BackgroundSave"
+        for item, (key, slot) in zip(place.ordered(), self._slots(place), strict=True):
+            self.content.register(item.parameter.data, Want(*key, slot.start, slot.stop, 0))
 
     def _lay_out(self, place: LaunchStage, shadow: Any, record: StepRecord) -> None:
         """Give the shadow optimizer state of the right shapes, and register its tensors in the content."""
