@@ -152,3 +152,15 @@ def test_a_newer_non_persistent_checkpoint_is_gone_on_from(tmp_path: Path) -> No
     known = {step: loss for step, loss in whole.committed.items() if step > 4}
     assert largest_deviation(known, later.committed) < ROUNDING
     assert "non_persistent/iter_0000004 is verified" in said(later, tmp_path / "saved")[0]
+
+
+@pytest.mark.slow
+def test_arguments_come_from_an_older_checkpoint_where_the_newest_is_damaged(
+    tmp_path: Path, written: tuple[Path, JobResult]
+) -> None:
+    load = harmed(written[0], tmp_path / "harmed", {"iter_0000006/common.pt": cut})
+    job = resumed(tmp_path / "events", load, "--use-checkpoint-args")
+    assert job.code == 0 and min(job.committed) == 5, job.output[-3000:]
+    (load / "iter_0000006" / MANIFEST).unlink()
+    job = resumed(tmp_path / "without", load, "--use-checkpoint-args")
+    assert "--load" in error_of(job) and "it is truncated or damaged" in error_of(job)

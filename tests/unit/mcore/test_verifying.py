@@ -9,7 +9,7 @@ from typing import Any
 from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.checkpoint.verifying import verified
+from megatron.elastic.mcore.checkpoint.verifying import legible, verified
 from megatron.elastic.state.manifest import MANIFEST, Manifest, files_below, hash_of
 from megatron.elastic.state.record import StepRecord
 from tools.bench._common import Here, Ranks
@@ -147,3 +147,33 @@ def test_an_older_non_persistent_checkpoint_is_loaded_where_the_newest_is_damage
     ((chosen, lines),) = loaded((tmp_path, None), beside=True)
     assert chosen == ("non_persistent", 4, None, 4)
     assert [("is skipped" in line, "non_persistent/" in line) for line in lines] == [(True, True), (False, True)]
+
+
+def test_arguments_are_read_from_the_newest_checkpoint_whose_common_values_are_whole(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        folder = tmp_path / f"iter_{step:07d}"
+        folder.mkdir()
+        for name in ("common.pt", "metadata.json", "__0_0.distcp"):
+            (folder / name).write_bytes(bytes(range(step)))
+        files = {name: hash_of(folder / name) for name in files_below(folder)}
+        (folder / MANIFEST).write_text(Manifest(1, 0, StepRecord(step).to_json(), "", files).to_text())
+    (tmp_path / TRACKER).write_text("6")
+    args = SimpleNamespace(load=str(tmp_path), ckpt_step=None, pretrained_checkpoint=None)
+    args.non_persistent_ckpt_type = args.non_persistent_global_ckpt_dir = None
+    before = dict(vars(args))
+
+    def chosen(argument: str = "load") -> tuple[Any, Any]:
+        with legible(args, argument):
+            return args.load, args.ckpt_step
+
+    assert chosen() == (str(tmp_path), None), "Megatron's own choice"
+    (tmp_path / "iter_0000006" / "__0_0.distcp").unlink()
+    assert chosen() == (str(tmp_path), None), "the values of tensors are of no concern here"
+    (tmp_path / "iter_0000006" / "common.pt").write_bytes(b"")
+    assert chosen() == (str(tmp_path), 4)
+    (tmp_path / "iter_0000004" / "metadata.json").unlink()
+    assert chosen() == (str(tmp_path), 2)
+    (tmp_path / "iter_0000002" / MANIFEST).write_text("{}")
+    assert chosen() == (str(tmp_path), None), "Megatron then says why"
+    assert chosen("pretrained_checkpoint") == (str(tmp_path), None)
+    assert vars(args) == before

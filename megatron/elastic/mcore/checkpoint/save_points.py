@@ -19,13 +19,14 @@ from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
+from megatron.elastic.mcore.args.bad_input import unreadable_named
 from megatron.elastic.mcore.args.folders import non_persistent_folder
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts
 from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.checkpoint.save_queue import make_own_queue
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
-from megatron.elastic.mcore.checkpoint.verifying import step_tracked
+from megatron.elastic.mcore.checkpoint.verifying import legible, step_tracked
 from megatron.elastic.mcore.patching.patches import Row, bound
 
 __all__ = ["Checkpoints", "step_to_go_back_to"]
@@ -79,6 +80,11 @@ class Checkpoints:
                 "megatron.training.checkpointing.generate_state_dict",
                 "a rank also writes the parts of lost ranks, and the values are those of the state blocks",
                 self._state_dict,
+            ),
+            (
+                "megatron.training.checkpointing.load_args_from_checkpoint",
+                "a damaged checkpoint is skipped for an older one, as where it is loaded",
+                _load_arguments,
             ),
             (
                 "megatron.training.checkpointing.schedule_async_save",
@@ -278,3 +284,15 @@ class Checkpoints:
             return original(self._folders.final_name(checkpoint_path), *args, **kwargs)
 
         return replacement
+
+
+def _load_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call = bound(original, args, kwargs)
+        settings, name = call["args"], call["load_arg"]
+        flag, folder = f"--{name.replace('_', '-')}", getattr(settings, name)
+        with unreadable_named(flag, folder), legible(settings, name):
+            return original(**call)
+
+    return replacement

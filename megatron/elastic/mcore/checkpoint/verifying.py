@@ -26,12 +26,14 @@ from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.folders import non_persistent_folder
 from megatron.elastic.state.manifest import Manifest, ManifestError, damage, read, shares
 
-__all__ = ["step_tracked", "verified"]
+__all__ = ["legible", "step_tracked", "verified"]
 
 _UNVERIFIED = "-"
 """In place of a manifest's hash: no manifest."""
 _CHOOSE = "load", "pretrained_checkpoint", "ckpt_step", "non_persistent_ckpt_type"
 """Arguments by which Megatron chooses a checkpoint."""
+_COMMON = "common.pt", "metadata.json"
+"""Files of a checkpoint with arguments and other values that are the same on all ranks."""
 _FINDINGS = 16
 """Largest number of findings that one rank sends to the others."""
 
@@ -40,8 +42,10 @@ _FINDINGS = 16
 class _Found:
     """The checkpoints that the first rank found in the folder."""
 
+    argument: str = ""
+    """The argument that names it."""
     flag: str = ""
-    """The flag that names it, with its value."""
+    """The same as a flag, with its value."""
     checkpoints: tuple[tuple[str, str], ...] = ()
     """(folder, name) of each: the one that Megatron would load first, then those of earlier steps, newest first."""
     why: str = ""
@@ -63,15 +67,45 @@ def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[
     if found.checkpoints or found.why:
         instead, manifest = _choose(found, args.ckpt_step, fabric, say if speaks else _nothing)
         if instead is not None:
-            folder, name = instead
-            chosen = {found.flag.split()[0]: folder}
-            args.load = chosen.get("--load", args.load)
-            args.pretrained_checkpoint = chosen.get("--pretrained-checkpoint", args.pretrained_checkpoint)
-            args.ckpt_step, args.non_persistent_ckpt_type = _step(name), None
+            vars(args).update(_naming(found.argument, *instead))
     try:
         yield manifest
     finally:
         vars(args).update(before)
+
+
+@contextmanager
+def legible(args: Any, argument: str) -> Iterator[None]:
+    """Have Megatron take ``args`` from the newest checkpoint in the folder of ``argument`` whose own it can read.
+
+    Inside the context, beginning with its own choice. Each rank looks for itself; all find the same.
+    """
+    before, folder = {name: getattr(args, name) for name in _CHOOSE}, getattr(args, argument)
+    places = () if folder is None else _look_in(args, argument, folder).checkpoints
+    instead = next((place for place in places if not _common_damage(Path(*place))), None)
+    if instead is not None and instead != places[0]:
+        vars(args).update(_naming(argument, *instead))
+    try:
+        yield
+    finally:
+        vars(args).update(before)
+
+
+def _naming(argument: str, folder: str, name: str) -> dict[str, Any]:
+    """Return the arguments with which Megatron loads one checkpoint by ``argument``, which names its folder."""
+    return {argument: folder, "ckpt_step": _step(name), "non_persistent_ckpt_type": None}
+
+
+def _common_damage(checkpoint: Path) -> str:
+    """Return a finding about the files of a checkpoint that Megatron takes arguments from; empty: none."""
+    try:
+        manifest = read(checkpoint)
+    except ManifestError as error:
+        return str(error)
+    if manifest is None:
+        return "" if checkpoint.is_dir() else _what_is_there(checkpoint)
+    found = damage(checkpoint, {name: manifest.files[name] for name in _COMMON if name in manifest.files})
+    return found[0] if found else ""
 
 
 def _nothing(line: str) -> None:
@@ -101,12 +135,17 @@ def _choose(
 
 def _look(args: Any) -> _Found:
     """Find the checkpoints in the order in which Megatron looks for them."""
-    flag, folder, step = "--load", args.load, args.ckpt_step
-    if args.pretrained_checkpoint is not None and not checkpoint_exists(folder):
-        flag, folder = "--pretrained-checkpoint", args.pretrained_checkpoint
-    if folder is None:
-        return _Found()
-    found, beside = _Found(f"{flag} {folder}"), non_persistent_folder(args, folder)
+    argument = "load"
+    if args.pretrained_checkpoint is not None and not checkpoint_exists(args.load):
+        argument = "pretrained_checkpoint"
+    folder = getattr(args, argument)
+    return _Found() if folder is None else _look_in(args, argument, folder)
+
+
+def _look_in(args: Any, argument: str, folder: str) -> _Found:
+    """Find the checkpoints in ``folder``, which ``argument`` names."""
+    found, step = _Found(argument, f"--{argument.replace('_', '-')} {folder}"), args.ckpt_step
+    beside = non_persistent_folder(args, folder)
     try:
         named = _tracked(folder)
         release = named == "release" and not step
