@@ -91,6 +91,24 @@ def test_learning_rates_of_some_parameters_are_those_before_the_load(tmp_path: P
         assert largest_deviation(straight, tail(resumed.losses)) < ROUNDING["fp32"], folder
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--bf16",), ("--sgd-momentum", "0")], ids=["momentum", "bf16", "none"])
+def test_sgd_goes_on_from_what_either_wrote(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Plain Megatron reads no checkpoint of SGD, and writes no momentum of 0."""
+    flags = ("--optimizer", "sgd", *flags)
+    written = elastic_job(tmp_path / "events", 2, 1, 1, STEPS, *QUIET, *flags, *saving(tmp_path / "ours"))
+    assert written.code == 0, written.output[-4000:]
+    plain = [plain_job("straight", 2, 1, *flags), plain_job("writes", 2, 1, *flags, *saving(tmp_path / "theirs"))]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), codes
+    straight = tail(losses(logs(tmp_path, "straight")))
+    for folder in ("ours",) if "--sgd-momentum" in flags else ("ours", "theirs"):
+        load = ("--load", str(tmp_path / folder))
+        resumed = elastic_job(tmp_path / f"{folder}-later", 2, 1, 1, STEPS, *QUIET, *flags, *load)
+        assert resumed.code == 0, resumed.output[-4000:]
+        assert largest_deviation(straight, tail(resumed.losses)) < (2e-4 if "--bf16" in flags else 2e-6), folder
+
+
 SHARED = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 
 

@@ -1,7 +1,7 @@
 """Optimizers of one moment as checkpoints know them: parameter groups, masters and momentum, without a step.
 
 Plain Megatron's Muon and Lion need the package emerging-optimizers; their checkpoints need the wrapper of Megatron
-alone.
+alone. Its SGD writes checkpoints that it cannot read, since it has no function that makes the state to load into.
 """
 
 from __future__ import annotations
@@ -16,11 +16,22 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron.elastic.mcore.args.muon import MUON
 
-__all__ = ["ADAM", "LION", "MUON_MOMENTUM", "MomentumState", "lion_settings", "momentum_shadow", "muon_settings"]
+__all__ = [
+    "ADAM",
+    "LION",
+    "MUON_MOMENTUM",
+    "SGD",
+    "MomentumState",
+    "begin_sgd",
+    "lion_settings",
+    "momentum_shadow",
+    "muon_settings",
+]
 
 ADAM = "exp_avg", "exp_avg_sq"
 LION = ("exp_avg",)
 MUON_MOMENTUM = ("momentum_buffer",)
+SGD = ("momentum_buffer",)
 """Names of the state of a parameter in Megatron's checkpoints, in the order of a block's rows."""
 
 
@@ -64,3 +75,10 @@ def momentum_shadow(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -
 def _begin(inner: MomentumState, config: OptimizerConfig | None = None) -> None:
     """Give each parameter its state, as Megatron calls it."""
     inner.begin()
+
+
+def begin_sgd(inner: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Give each parameter of torch's SGD its state, as Megatron calls it."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter] = {name: torch.zeros_like(parameter.data) for name in SGD}

@@ -39,7 +39,14 @@ from megatron.elastic.mcore.args.optimizers import OF_MATRICES
 from megatron.elastic.mcore.checkpoint.absent_parts import AbsentParts, Duty
 from megatron.elastic.mcore.checkpoint.content import Content
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
-from megatron.elastic.mcore.checkpoint.momentum_state import ADAM, LION, MUON_MOMENTUM, momentum_shadow
+from megatron.elastic.mcore.checkpoint.momentum_state import (
+    ADAM,
+    LION,
+    MUON_MOMENTUM,
+    SGD,
+    begin_sgd,
+    momentum_shadow,
+)
 from megatron.elastic.mcore.model.param_groups import settings_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot, UnitShard
@@ -237,6 +244,8 @@ class OptimizerCheckpoint:
 
     def _names(self, place: LaunchStage) -> tuple[str, ...]:
         """Return the names of a parameter's state in Megatron's optimizer, in the order of a block's rows."""
+        if self._config.optimizer == "sgd":
+            return SGD
         if not place.matrices:
             return ADAM
         return LION if self._config.optimizer == "lion" else MUON_MOMENTUM
@@ -264,13 +273,16 @@ class OptimizerCheckpoint:
                 filled.append({**groups[index], **mine, **beside})
         if place.matrices:
             return momentum_shadow(self._config, filled)
-        return core_optimizer._get_megatron_optimizer_based_on_param_groups(
+        shadow = core_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=replace(self._config, optimizer="adam") if of_matrices else self._config,
             model_chunks=list(place.interface.chunks),  # looked at for FSDP alone, which no chunk is
             param_groups=filled,
             per_model_buffers=None,
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
+        if self._config.optimizer == "sgd":
+            shadow.init_state_fn = begin_sgd
+        return shadow
 
     def _register_parameters(self, place: LaunchStage) -> None:
         """Register the model's parameters in the content as the masters in the state blocks."""
@@ -286,7 +298,8 @@ class OptimizerCheckpoint:
             master, first, second = (Want(*key, slot.start, slot.stop, row) for row in range(3))
             rows = dict(zip(self._names(place), (first, second), strict=False))
             moments = {name: torch.empty(main.shape, dtype=torch.float32) for name in rows}
-            shadow.optimizer.state[main] = moments if place.matrices else {"step": step.clone(), **moments}
+            counted = {"step": step.clone()} if self._names(place) == ADAM else {}
+            shadow.optimizer.state[main] = {**counted, **moments}
             for name, want in rows.items():
                 self.content.register(moments[name], want)
             self.content.register(item.parameter.data, master)
