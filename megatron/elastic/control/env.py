@@ -12,9 +12,9 @@ __all__ = [
     "ADDRESS",
     "CONTROL_FD",
     "DOMAIN",
+    "DRAIN_SIGNALS",
     "ETCD_PASSWORD",
     "ETCD_USER",
-    "EXIT_SIGNAL",
     "HOST",
     "INCARNATION",
     "NEWCOMER",
@@ -87,8 +87,8 @@ NODE: Final = "MEGATRON_ELASTIC_NODE"
 POSITION: Final = "MEGATRON_ELASTIC_POSITION"
 """Number of this worker among those of its node; ``LOCAL_RANK`` is 0 for all of them with ``--virtual-local-rank``."""
 
-EXIT_SIGNAL: Final = "MEGATRON_ELASTIC_EXIT_SIGNAL"
-"""Name of the signal that drains the job beside SIGTERM (``--exit-signal``); empty: none."""
+DRAIN_SIGNALS: Final = "MEGATRON_ELASTIC_DRAIN_SIGNALS"
+"""Names of the signals that drain the job, with commas between; empty where the program is not elastic."""
 
 SEGMENT_PREFIX: Final = "MEGATRON_ELASTIC_SEGMENT_PREFIX"
 """Shared-memory segments in /dev/shm must begin with this; the launcher removes what is left of them."""

@@ -101,9 +101,7 @@ class JobSpec:
     drain_timeout: float
     """Seconds an elastic job may take to save and end after a signal; as ``shutdown_timeout`` where that is given."""
     signals: tuple[str, ...]
-    """Names of the signals that drain the job."""
-    exit_signal: str
-    """The one of them that the script names (``--exit-signal``), which drains it from a worker too; empty: none."""
+    """Names of the signals that the launcher handles. An elastic job is drained by them."""
     elastic: bool
     """The script was given ``--elastic``."""
     settings: ElasticConfig
@@ -239,7 +237,6 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
         drain_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else _DRAIN_SECONDS),
         signals=tuple(dict.fromkeys((*signals, *asked))),
-        exit_signal=asked[0] if asked else "",
         elastic=elastic,
         settings=settings,
         cell=1 if checks else cell_size(args.training_script_args),

@@ -76,10 +76,20 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     membership.start(fabric.interrupt)
     membership.sample(lambda: _waiting(fabric))
     install(fabric)
-    # Slurm and others signal every process of a job, not only the launcher.
-    for name in filter(None, ("SIGTERM", os.environ.get(env.EXIT_SIGNAL))):
-        signal.signal(signal.Signals[name], lambda number, frame: membership.drain())
+    _drain_on_signals(membership)
     return linked(membership, fabric, events, injector, timeout, threads)
+
+
+def _drain_on_signals(membership: WorkerMembership) -> None:
+    """Have each signal that drains the job from its launcher drain it from this process too.
+
+    Slurm and others signal every process of a job.
+    """
+    names = filter(None, ("SIGTERM", *os.environ.get(env.DRAIN_SIGNALS, "").split(",")))
+    numbers = {signal.Signals[name] for name in names}
+    for number in numbers:
+        signal.signal(number, lambda number, frame: membership.drain())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # blocked since the start of the process
 
 
 def linked(

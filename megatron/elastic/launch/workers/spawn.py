@@ -80,7 +80,7 @@ class Spawner:
             env.ADDRESS: self._members.address,
             env.NODE: str(self._members.node),
             env.POSITION: str(worker.local_rank),
-            env.EXIT_SIGNAL: job.exit_signal,
+            env.DRAIN_SIGNALS: ",".join(job.signals) if job.elastic else "",
             env.SEGMENT_PREFIX: self._prefix,
         }
         environ.update(self._local_rank(worker.local_rank))

@@ -33,7 +33,7 @@ from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
 __all__ = ["OF_A_JOB", "Start", "become", "reason_of", "run_script"]
 
-OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+OF_A_JOB = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that a scheduler or a terminal sends to all processes of a job.
 
 The zygote ignores them, because its agent handles them and ends it. They stay blocked until it does.
@@ -64,7 +64,7 @@ def become(start: Start) -> NoReturn:
     spec = start.spec
     die_with_parent(start.parent)
     os.setsid()
-    _reset_signals()
+    _reset_signals(spec)
     control, slot = _take_descriptors(start)
     os.environ.update((name, spec.variable(name)) for name in spec.environ)
     name_process(f"rank{os.environ.get('RANK', '')}")
@@ -93,10 +93,13 @@ def _take_descriptors(start: Start) -> tuple[int, int]:
     return control, slot
 
 
-def _reset_signals() -> None:
+def _reset_signals(spec: WorkerSpec) -> None:
     for number in OF_A_JOB:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A signal that drains the job ends no worker: the connection to the agent handles and unblocks it.
+    names = filter(None, spec.variable(env.DRAIN_SIGNALS).split(","))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.Signals[name] for name in names})
 
 
 def _exec(path: str, argv: list[str], *keep: int) -> None:
