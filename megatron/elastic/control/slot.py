@@ -60,6 +60,7 @@ _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 _AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 48, 56, 60
 _AT_WAITING = _AT_PHASE + _PHASE_BYTES
+_ANNOUNCED, _PROGRAM_OVER = 1, 2
 _NO_STEP = -1
 
 
@@ -150,7 +151,16 @@ class Slot:
 
     def finish(self, code: int) -> None:
         """Mark the coming end as meant."""
-        _FINISH.pack_into(self._map, _AT_FINISH, 1, code)
+        _FINISH.pack_into(self._map, _AT_FINISH, _ANNOUNCED, code)
+
+    def end_program(self, code: int) -> None:
+        """Note that the user's program is over, with ``code``: where :meth:`finish` told of success, this one counts.
+
+        A worker that did not announce its end is left to its wait status.
+        """
+        announced = self.finished()
+        if announced is not None:
+            _FINISH.pack_into(self._map, _AT_FINISH, _PROGRAM_OVER, announced or code)
 
     def record_error(self, text: str, reason: ExitReason) -> None:
         """Leave the end of ``text`` (a traceback) and the kind of error for the agent to find."""
@@ -209,7 +219,11 @@ class Slot:
     def finished(self) -> int | None:
         """The code a worker announced for its purposeful end, if it did."""
         flag, code = _FINISH.unpack_from(self._map, _AT_FINISH)
-        return int(code) if flag == 1 else None
+        return int(code) if flag in (_ANNOUNCED, _PROGRAM_OVER) else None
+
+    def program_over(self) -> bool:
+        """True once a worker that announced its end has come to the end of the user's program."""
+        return bool(_FINISH.unpack_from(self._map, _AT_FINISH)[0] == _PROGRAM_OVER)
 
     def error_text(self) -> str:
         """The text of :meth:`record_error`, or nothing."""

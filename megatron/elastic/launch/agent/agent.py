@@ -187,7 +187,9 @@ class Agent:
         for worker in self.by_rank.values():
             idle = self._watch.idle(worker)
             # Reports of a node go together: a rank that has reported waits for the other ranks, and is not hung.
-            if idle is not None and self._worker_messages.reported(worker.rank):
+            # One that has come to the end of the training runs the rest of the user's program.
+            done = self._worker_messages.reported(worker.rank) or worker.slot.finished() is not None
+            if idle is not None and done:
                 idle = msgspec.structs.replace(idle, seconds=0.0)
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
@@ -251,11 +253,18 @@ class Agent:
         self._worker_messages.said(worker, message)
 
     def _leaving(self, worker: Worker) -> None:
-        """The process may hang during exit and block its peers."""
-        self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
+        """The process may hang during exit and block its peers. Before that, the user's program may work on."""
+        if self.by_rank.get(worker.rank) is not worker:
+            return
+        if self.job.kind != "program" and not worker.slot.program_over():
+            self._loop.after(self.timing.look, lambda: self._leaving(worker))
+        else:
+            self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
 
     def _end_finished(self, worker: Worker) -> None:
         if self.by_rank.get(worker.rank) is worker:
+            seconds = f"{self.job.shutdown_timeout:.0f} s (--shutdown-timeout)"
+            say(f"rank {worker.rank} did not end within {seconds} of the end of its program: it is killed")
             self._pool.kill(worker, "hung after its end")
 
     def ended(self, worker: Worker, status: int) -> None:

@@ -114,6 +114,12 @@ def _exec(path: str, argv: list[str], *keep: int) -> None:
 
 def run_script(spec: WorkerSpec, slot_fd: int) -> int:
     """Run the user's program in this process; returns its exit code. The last words of an error go to the slot."""
+    code = _run_script(spec, slot_fd)
+    Slot(slot_fd).end_program(code)
+    return code
+
+
+def _run_script(spec: WorkerSpec, slot_fd: int) -> int:
     chain_children()
     _refresh_interpreter()
     _take_scratch()
