@@ -9,6 +9,7 @@ phases, one for computations, and one for losses and recoveries. Open the JSON i
 
 Ranks of other hosts are placed by their wall clocks: each incarnation's
 monotonic times are moved by the median of (wall - monotonic) over its lines.
+A folder may hold several launches, as a job that is queued again leaves them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron.elastic.observe.event_kinds import PhasesEvent, RankLostEvent, RecoveryEvent, SlowRankEvent, TraceEvent
+from megatron.elastic.observe.event_kinds import (
+    BeginEvent,
+    PhasesEvent,
+    RankLostEvent,
+    RecoveryEvent,
+    SlowRankEvent,
+    TraceEvent,
+)
 from megatron.elastic.observe.events import EventRecord, read_events
 from megatron.elastic.observe.trace import Span, draw_spans, write_chrome_trace
 
@@ -27,6 +35,8 @@ __all__ = ["main", "run_spans", "track_names"]
 
 _PHASES, _WORK, _TRACKS = 1, 2, 3
 """Offsets of a rank's tracks (its events come first), and how many it has."""
+_Life = tuple[int, int]
+"""Rank, and number of its processes that began before: each launch counts incarnations from 0 again."""
 
 
 def run_spans(records: Sequence[EventRecord], steps: range | None = None) -> list[Span]:
@@ -34,13 +44,14 @@ def run_spans(records: Sequence[EventRecord], steps: range | None = None) -> lis
 
     Track ``3 · rank`` holds losses and recoveries, ``3 · rank + 1`` phases, ``3 · rank + 2`` computations.
     """
-    shifts = _shifts(records)
-    traced = {(r.rank, r.incarnation, r.event.step) for r in records if isinstance(r.event, TraceEvent)}
-    known = _noticed(records)
+    lived = _by_life(records)
+    shifts = _shifts(lived)
+    traced = {(life, r.event.step) for life, r in lived if isinstance(r.event, TraceEvent)}
+    known = _noticed(lived)
     spans = [
         span
-        for record in records
-        for span in _of(record, shifts[record.rank, record.incarnation], traced, known)
+        for life, record in lived
+        for span in _of(record, life, shifts[life], traced, known)
         if steps is None or int(span.arguments.get("step", steps.start)) in steps
     ]
     begin = min((span.start for span in spans), default=0)
@@ -58,28 +69,43 @@ def _moved(span: Span, by: int) -> Span:
     return Span(span.track, span.name, span.start + by, span.end + by, span.category, span.flow, span.arguments)
 
 
-def _shifts(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:
-    """(rank, incarnation) → ns to add to its monotonic times; 0 within one host."""
-    found: dict[tuple[int, int], list[float]] = {}
+def _by_life(records: Iterable[EventRecord]) -> list[tuple[_Life, EventRecord]]:
+    """Each record with the process that wrote it."""
+    begun: dict[int, int] = {}
+    found = []
     for record in records:
-        found.setdefault((record.rank, record.incarnation), []).append(record.wall * 1e9 - record.monotonic_ns)
+        if isinstance(record.event, BeginEvent):
+            begun[record.rank] = begun.get(record.rank, 0) + 1
+        found.append(((record.rank, begun.get(record.rank, 0)), record))
+    return found
+
+
+def _shifts(lived: Iterable[tuple[_Life, EventRecord]]) -> dict[_Life, int]:
+    """Process → ns to add to its monotonic times; 0 within one host."""
+    found: dict[_Life, list[float]] = {}
+    for life, record in lived:
+        found.setdefault(life, []).append(record.wall * 1e9 - record.monotonic_ns)
     offsets = {key: median(values) for key, values in found.items()}
     base = min(offsets.values(), default=0.0)
     near = 5e7  # clocks of one host differ by the time between two clock reads, not by 50 ms
     return {key: 0 if offset - base < near else round(offset - base) for key, offset in offsets.items()}
 
 
-def _noticed(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:
-    """(rank, generation) → when that rank began to recover, by its own clock: losses are logged at the end."""
+def _noticed(lived: Iterable[tuple[_Life, EventRecord]]) -> dict[tuple[_Life, int], int]:
+    """(process, generation) → when it began to recover, by its own clock: losses are logged at the end."""
     return {
-        (record.rank, record.generation): record.monotonic_ns - round(1e9 * sum(record.event.seconds.values()))
-        for record in records
+        (life, record.generation): record.monotonic_ns - round(1e9 * sum(record.event.seconds.values()))
+        for life, record in lived
         if isinstance(record.event, RecoveryEvent)
     }
 
 
 def _of(
-    record: EventRecord, shift: int, traced: set[tuple[int, int, int]], known: Mapping[tuple[int, int], int]
+    record: EventRecord,
+    life: _Life,
+    shift: int,
+    traced: set[tuple[_Life, int]],
+    known: Mapping[tuple[_Life, int], int],
 ) -> Iterator[Span]:
     """Yield the spans of one event record."""
     event, track, now = record.event, _TRACKS * record.rank, record.monotonic_ns + shift
@@ -89,7 +115,7 @@ def _of(
         for op, piece, first, stop, start, end in event.work:
             details: dict[str, int | str] = {"step": event.step, "piece": piece, "units": f"[{first}, {stop})"}
             yield Span(track + _WORK, f"{op}{piece}", start + shift, end + shift, op, arguments=details)
-    elif isinstance(event, PhasesEvent) and (record.rank, record.incarnation, event.step) not in traced:
+    elif isinstance(event, PhasesEvent) and (life, event.step) not in traced:
         start = now - sum(event.nanoseconds.values())
         for name, spent in event.nanoseconds.items():
             yield Span(track + _PHASES, name, start, start + spent, name, arguments={"step": event.step})
@@ -102,7 +128,7 @@ def _of(
             start = end
     elif isinstance(event, RankLostEvent):
         details = {"step": event.step, "cause": event.cause, "seen by": record.rank}
-        now = known.get((record.rank, record.generation), record.monotonic_ns) + shift
+        now = known.get((life, record.generation), record.monotonic_ns) + shift
         yield Span(_TRACKS * event.lost_rank, f"lost: {event.cause}", now, now, "loss", arguments=details)
     elif isinstance(event, SlowRankEvent):
         details = {"step": event.step, "speed": f"{event.speed_ppm / 10_000:.0f}%"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.event_kinds import PhasesEvent, RankLostEvent, RecoveryEvent, TraceEvent
+from megatron.elastic.observe.event_kinds import BeginEvent, PhasesEvent, RankLostEvent, RecoveryEvent, TraceEvent
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.run_trace import main
@@ -79,6 +79,32 @@ def test_steps_can_be_cut_out(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     assert main([str(tmp_path / "run"), "--out", str(out), "--steps", "1"]) == 0
     assert not any(event["name"] == "decide" for event in check_trace_format(out.read_text()))
+
+
+def test_two_launches_in_one_folder_are_drawn_apart(tmp_path: Path) -> None:
+    """As a job that is queued again leaves them: ranks, incarnations and steps are the same, the machine is another."""
+    elsewhere = 10**15
+    for launch in ("first", "second"):
+        log = EventLog(tmp_path / launch, 0)
+        log.write(BeginEvent(launch, "clock"))
+        log.write(PhasesEvent(1, {"compute": 1000}))
+        log.generation = 1
+        log.write(RankLostEvent(1, 0, "here", "signal SIGKILL", 2))
+        log.write(RecoveryEvent(2, "re-run", {"decide": 0.001}))
+        if launch == "first":
+            log.write(TraceEvent(1, (("compute", 1, 2),), ()))
+        log.close()
+    lines = [json.loads(line) for line in (tmp_path / "second" / "rank00000.jsonl").read_text().splitlines()]
+    with (tmp_path / "first" / "rank00000.jsonl").open("a") as both:
+        for line in lines:
+            later = {"wall": line["wall"] + 100, "monotonic_ns": line["monotonic_ns"] + elsewhere}
+            both.write(json.dumps({**line, **later}, separators=(",", ":")) + "\n")
+    assert main([str(tmp_path / "first"), "--out", str(tmp_path / "trace.json")]) == 0
+    events = [event for event in check_trace_format((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    assert sum(event["name"] == "compute" for event in events) == 2
+    for name in ("decide", "lost: signal SIGKILL"):
+        first, second = sorted(float(str(event["ts"])) for event in events if event["name"] == name)
+        assert 99e6 < second - first < 101e6, "the second began 100 s later, by the wall clock"
 
 
 def test_nothing_to_draw_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
