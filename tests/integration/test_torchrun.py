@@ -126,6 +126,39 @@ def test_torchtitans_sharding_trains_the_model_of_one_process(tmp_path: Path) ->
     assert alone < 0.6 * math.log(2048), "it has learned its one batch"
 
 
+CHECKPOINTS = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("elastic")
+given = {"weight": torch.arange(32.0).view(4, 8), "bias": torch.ones(4)}
+model = torch.nn.Linear(8, 4)
+fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, dict(given) if dist.get_rank() == 0 else {}, options=whole)
+saving = dcp.async_save(model.state_dict(), checkpoint_id=sys.argv[1], process_group=dist.new_group())
+model(torch.ones(8)).sum().backward()
+saving.result()
+loaded = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+dcp.load(loaded, checkpoint_id=sys.argv[1])
+assert all(torch.equal(value.full_tensor(), given[name]) for name, value in loaded.items())
+print("done\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchs_checkpoints_hold_a_sharded_model_and_are_saved_beside_its_steps(tmp_path: Path) -> None:
+    """The state of the whole model comes from rank 0; torch asks for the group's devices in both."""
+    (tmp_path / "checkpoints.py").write_text(CHECKPOINTS)
+    printed = output(str(tmp_path / "checkpoints.py"), str(tmp_path / "saved"), ranks=2)
+    assert printed.split().count("done") == 2
+
+
 ENDING = """
 import atexit, contextlib, os, sys, time
 import torch

@@ -104,6 +104,11 @@ class Driven:
         return self
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors a group always takes, which torch's checkpoints ask for."""
+        return [torch.device("cpu")]
+
+    @property
     def supports_reconfigure(self) -> bool:
         return True
 
