@@ -214,6 +214,28 @@ def test_slurm_script_meets_in_etcd_under_a_name_of_its_own_each_time_it_is_queu
     assert (launcher.rdzv_id, launcher.node_rank) == ("slurm-17-3", 1)
 
 
+@pytest.mark.parametrize(
+    ("given", "conf"),
+    [
+        ({}, ""),
+        ({"JOIN_TIMEOUT": "90"}, "join_timeout=90"),
+        ({"ETCD_ENDPOINT": "e:2379", "RUN_ID": "r"}, ""),
+        ({"ETCD_ENDPOINT": "e:2379", "RUN_ID": "r", "ETCD_CONF": "protocol=https"}, "protocol=https"),
+        (
+            {"ETCD_ENDPOINT": "e:2379", "RUN_ID": "r", "ETCD_CONF": "protocol=https", "JOIN_TIMEOUT": "90"},
+            "join_timeout=90,protocol=https",
+        ),
+    ],
+)
+def test_scripts_hand_on_how_long_to_wait_for_other_nodes(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser, given: dict[str, str], conf: str
+) -> None:
+    paths = ["checkpoints", "tensorboard", "tokenizer", "data"]
+    calls = record(tmp_path, "pretrain_gpt_cuda.sh", paths, {"NUM_NODES": "2", "NODE_RANK": "1", **given})
+    launcher, _ = parsed(calls[-1]["argv"], megatron_parser)
+    assert launcher.rdzv_conf == conf
+
+
 @pytest.mark.parametrize("script", ["pretrain_gpt_cuda.sh", "pretrain_gpt_ascend.sh"])
 @pytest.mark.parametrize(("nodes", "mirrors"), [("1", 1), ("2", 1), ("3", 2), ("16", 2)])
 def test_scripts_ask_for_as_many_copies_as_there_are_other_nodes_to_hold_them(
@@ -264,7 +286,9 @@ def pod_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for rule in job["podFailurePolicy"]["rules"]
         for status in rule.get("onExitCodes", {}).get("values", [])
     }
-    assert actions == {3: "Ignore", 4: "Ignore", 1: "FailJob", 5: "FailJob"}
+    # Status 1 of one launcher, such as a finding about its node, leaves the others alone.
+    assert actions == {3: "Ignore", 4: "Ignore", 1: "FailIndex", 5: "FailJob"}
+    assert job["backoffLimitPerIndex"] > 0, "FailIndex takes it"
     pod = job["template"]["spec"]
     container = pod["containers"][0]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -273,6 +297,11 @@ def pod_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     (secret,) = (item["valueFrom"] for item in container["env"] if item["name"] == env.SECRET)
     assert set(secret) == {"secretKeyRef"}, "it stands in no manifest"
     return pod, container
+
+
+def assert_waits_for_queued_pods(launcher: argparse.Namespace) -> None:
+    """A pod may be queued for hours, or its node be gone; after 600 s the others would end with status 1."""
+    assert launcher.rdzv_conf.partition(",")[0] == "join_timeout=86400"
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
@@ -291,6 +320,7 @@ def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
     script = Path(container["command"][1]).name
     launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
     assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt" and launcher.rdzv_backend == "static"
+    assert_waits_for_queued_pods(launcher)
 
 
 def test_jobset_finds_its_first_pod_and_restarts_no_living_one(
@@ -307,6 +337,7 @@ def test_jobset_finds_its_first_pod_and_restarts_no_living_one(
     launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
     name = jobset["metadata"]["name"]  # JobSet: <set>-<replicated job>-<job>-<pod>.<subdomain, the set's name>
     assert launcher.master_addr == f"{name}-{replicated['name']}-0-0.{name}"
+    assert_waits_for_queued_pods(launcher)
 
 
 def test_trainjob_leaves_nodes_and_workers_to_its_runtime(
@@ -330,6 +361,7 @@ def test_trainjob_leaves_nodes_and_workers_to_its_runtime(
     launcher, megatron = parsed([*trainer["command"][1:], *trainer["args"]], megatron_parser)
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.node_rank) == ("2", "8", 1)
     assert (launcher.master_addr, launcher.master_port) == ("pretrain-gpt-node-0-0.pretrain-gpt", 29400)
+    assert_waits_for_queued_pods(launcher)
     workers = trainer["numNodes"] * trainer["numProcPerNode"]
     assert workers % (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size) == 0
     assert megatron.elastic and megatron.save == megatron.load
