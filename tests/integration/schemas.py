@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 RELEASE = "1.37"
-CORE = ("v1", "apps/v1", "batch/v1")
+CORE = ("v1", "apps/v1", "batch/v1", "policy/v1")
 MODELS = {"jobset.x-k8s.io/v1alpha2": "JobsetV1alpha2", "trainer.kubeflow.org/v1alpha1": "TrainerV1alpha1"}
 
 

@@ -380,7 +380,8 @@ def test_an_image_holds_what_its_steps_name_and_nothing_of_a_build(name: str) ->
 def test_kubernetes_etcd_is_where_the_job_looks_for_it(
     tmp_path: Path, megatron_parser: argparse.ArgumentParser
 ) -> None:
-    service, members = yaml.safe_load_all((SCRIPTS / "kubernetes" / "etcd.yaml").read_text())
+    service, budget, members = yaml.safe_load_all((SCRIPTS / "kubernetes" / "etcd.yaml").read_text())
+    assert budget["spec"] == {"maxUnavailable": 1, "selector": members["spec"]["selector"]}, "two would be the store"
     name, count = members["metadata"]["name"], members["spec"]["replicas"]
     assert members["spec"]["serviceName"] == service["metadata"]["name"] == name and count % 2 == 1
     endpoint = ",".join(f"{name}-{member}.{name}:2379" for member in range(count))
