@@ -133,8 +133,8 @@ class ElasticConfig:
     every group built anew after a loss; slower, for comparison."""
 
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """Links between ranks of one host. 'shm': shared memory. 'tcp': TCP. 'auto': shared memory if /dev/shm has space,
-    else TCP."""
+    """Links between ranks of one host. 'shm': shared memory. It is anonymous: /dev/shm may be small.
+    'tcp': TCP. 'auto': shared memory, or TCP where none is left."""
 
     mirrors: int = 1
     """Copies of each block of optimizer state on other ranks, besides the owner's. 1 survives the loss of any one rank,
