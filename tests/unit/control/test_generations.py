@@ -232,6 +232,33 @@ def test_a_lost_node_takes_its_ranks_and_gives_them_back() -> None:
     assert state.pending() == Pending(join=True)
 
 
+def test_the_lowest_living_node_decides() -> None:
+    state = started(1, 1, 1)
+    for node, deciding in ((0, 1), (1, 2), (2, None)):
+        state.apply(NodeLost(node, 0, "node unreachable"))
+        assert state.coordinator() == deciding
+
+
+def test_old_news_of_one_rank_does_not_hide_the_loss_of_another() -> None:
+    state = started(3)
+    state.apply(loss(0))
+    state.apply(Waiting((entry(0, 1),)))
+    both = Lost((*loss(0).losses, *loss(2).losses), (0,), 20.0)
+    state.apply(both)
+    assert state.ranks[0].standing == "waiting" and state.members == (1,)
+
+
+def test_a_link_that_broke_in_an_older_generation_asks_for_no_new_one() -> None:
+    state = started(3)
+    state.apply(Reformed(1, "link"))
+    state.apply(Reformed(1, "the other end of the same link"))
+    assert state.frozen == 2, "it is being agreed already"
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Reformed(1, "link"))
+    assert state.quiet and state.frozen == 2
+
+
 def test_of_two_agents_that_ask_for_a_place_the_first_in_the_journal_has_it() -> None:
     state = started(2, 2)
     state.apply(NodeLost(1, 0, "node unreachable"))
@@ -338,6 +365,9 @@ def test_one_rank_may_leave_at_a_boundary() -> None:
     assert state.frozen == 2
     report_all(state)
     state.apply(Decided(2, 0))
+    assert state.members == (0, 2), "before its process ends, too"
+    state.apply(loss(1))
+    assert state.quiet and not state.ranks[1].may_return, "its end is no loss, in whatever way it ends"
     state.apply(Finished(1, 0, 0))
     assert state.decision is not None and list(state.decision.members) == [0, 2] and state.decision.reason == "drain"
     assert state.pending() == Pending() and not state.over()
@@ -385,6 +415,17 @@ def test_a_rank_that_left_may_be_admitted_again() -> None:
     assert state.ranks[1].standing == "lost" and state.ranks[1].may_return
     state.apply(Waiting((entry(1, 1),)))
     assert state.pending() == Pending(join=True)
+
+
+def test_only_the_ranks_that_are_named_are_admitted_again() -> None:
+    state = started(3)
+    for rank in (1, 2):
+        state.apply(Abandoned((rank,), "it ended several times before it took part"))
+        state.apply(loss(rank))
+    state.apply(Readmitted((1,)))
+    assert state.ranks[1].may_return and not state.ranks[2].may_return
+    state.apply(Readmitted(()))
+    assert state.ranks[2].may_return, "none named: all"
 
 
 def test_one_member_is_enough_to_have_all_report_anew() -> None:
