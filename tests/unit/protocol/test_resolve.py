@@ -92,6 +92,23 @@ def test_statistics_of_some_samples_missing_mean_running_the_step_again():
     assert (part.kind, whole.kind) == ("rerun", "revote")
 
 
+def test_statistics_of_one_computation_do_not_complete_those_of_another():
+    old, new = GradientKey(4, 1), GradientKey(4, 3)
+    first, second = (((old, ((0, 4),)), (new, ((0, 4),))), ((old, ((4, 8),)), (new, ())))
+    reports = [
+        replace(held(rank, 4, gradients=[old, new]), statistics=statistics)
+        for rank, statistics in enumerate((first, second))
+    ]
+    result = decide(*reports)
+    assert (result.kind, result.gradient_key) == ("revote", old), "the new one lacks rows 4 to 8"
+
+
+def test_no_vote_of_an_earlier_step_is_taken_again():
+    """The gradients of step 3, whose record is known, are complete; those of step 4 are not there."""
+    result = decide(held(0, 4, gradients=[(3, 1)], rows=ALL), held(1, 4, gradients=[(3, 1)], rows=ALL))
+    assert (result.kind, result.version) == ("rerun", 4)
+
+
 def test_the_batch_is_that_of_the_step_after_the_version_it_goes_on_from():
     """Four rows are all samples of a step early in a ramp-up, and half of those of a later step."""
     reports = [held(rank, 4, gradients=[(4, 1)], rows=((0, 4),)) for rank in (0, 1)]
