@@ -84,6 +84,28 @@ def test_after_the_loss_of_all_ranks_the_way_back_counts_until_the_next_committe
     assert job.history.lost_s == {RESTART: 20.0}, "a rank that joined later says so too"
 
 
+def test_time_since_a_loss_that_others_outlived_is_no_restart() -> None:
+    job = Job()
+    job.take(Stepping(1, at=10.0))
+    job.lose(3, 5, at=20.0)
+    job.decide(0, 1, 2)
+    job.take(Stepping(9, at=40.0))
+    assert job.history.lost_s == {} and job.history.lost_steps == 0, "told by the rank that came for the lost one"
+
+
+def test_a_process_lost_on_the_way_back_makes_the_restart_no_shorter() -> None:
+    job = Job()
+    job.take(Stepping(1, at=10.0))
+    for rank in range(4):
+        job.lose(rank, 8, at=50.0)
+    job.take(ev.Waiting((ev.Entry(Address(0, 1, "h"), ""),)))
+    job.lose(0, -1, at=60.0)
+    for rank in range(4):
+        job.take(ev.Waiting((ev.Entry(Address(rank, 2, "h"), ""),)))
+    job.take(ev.Decided(job.state.frozen, 0), Stepping(5, at=75.0))
+    assert job.history.lost_s == {RESTART: 25.0} and job.history.lost_steps == 3
+
+
 def test_ranks_that_join_are_no_recovery_but_their_time_is_lost() -> None:
     job = Job()
     job.take(Recovered(2, 5, "joined by 3", PHASES, joined=(3,), at=21.0), Reprotected(6, 2.5, 12))
