@@ -87,6 +87,19 @@ def test_any_single_loss_moves_nothing_and_loses_nothing(members, blocks, mirror
         assert set(copies.ranks) == set(placement.copies[key].ranks) - {dead}
 
 
+def test_of_the_mirrors_of_a_lost_owner_the_one_with_the_fewest_blocks_of_the_unit_becomes_owner():
+    """Rank 0 is lost with six blocks, each mirrored at 1 and 2. Rank 1 owns four of the unit, rank 2 of another."""
+    lost = {(0, 0, index): Copies(0, (1, 2)) for index in range(6)} | {(1, 0, 9): Copies(0, (1, 2))}
+    kept = {(0, 0, index): Copies(1, ()) for index in range(6, 10)} | {(1, 0, i): Copies(2, ()) for i in range(9)}
+    result = promote_only(Placement({**lost, **kept}), {1, 2})
+    assert Counter((change.block[0], change.rank) for change in result.transitions) == {(0, 1): 1, (0, 2): 5, (1, 1): 1}
+
+
+def test_the_order_in_which_mirrors_are_named_makes_no_other_placement():
+    one, other = (Placement({(0, 0, 0): Copies(1, mirrors)}) for mirrors in ((0, 2), (2, 0)))
+    assert one == other and one.digest() == other.digest()
+
+
 def test_losing_every_copy_names_the_blocks():
     ranks = [0, 1, 2, 3]
     placement = initial(unit_groups(1, 8, ranks), same_domain(ranks))
@@ -293,6 +306,13 @@ def test_transitions_lead_from_the_old_placement_to_the_new_one(members, blocks,
     assert order == sorted(order), "a block never has fewer copies on the way than before or after"
     assert all(c.source in first.placement.copies[c.block].ranks for c in changes if c.kind == "add")
     assert rebalance(end, groups, rules)[1] == (), "a balanced placement stays"
+
+
+def test_new_mirrors_are_sent_by_all_ranks_with_copies_alike():
+    """Ten blocks of rank 0 with mirrors at rank 1; rank 2 comes."""
+    start = Placement({(0, 0, index): Copies(0, (1,)) for index in range(10)})
+    _, changes = rebalance(start, unit_groups(1, 10, [0, 1, 2]), same_domain([0, 1, 2], 2))
+    assert Counter(change.source for change in changes if change.kind == "add") == {0: 5, 1: 5}
 
 
 def test_mirrors_lie_in_other_failure_domains_where_there_are_any():
