@@ -52,10 +52,7 @@ def replenish(
         home, sources = homes.get(key[:2], ()), copies[key].ranks
         for _ in range(min(rules.mirrors, len(living) - 1) - len(copies[key].mirrors)):
             held = copies[key]
-            candidates = best(held.ranks, home)
-            new = min(candidates, key=lambda rank: (received[rank], holds[rank], rank), default=None)
-            if new is None:
-                break
+            new = min(best(held.ranks, home), key=lambda rank: (received[rank], holds[rank], rank))
             source = min(sources, key=lambda rank: (sent[rank], rank))
             received[new], holds[new], sent[source] = received[new] + 1, holds[new] + 1, sent[source] + 1
             copies[key] = Copies(held.owner, (*held.mirrors, new))
@@ -75,7 +72,10 @@ class _Candidates:
         self.best = cache(self._best)
 
     def _best(self, held: tuple[int, ...], home: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the best candidates for a block that the ranks ``held`` have and the ranks ``home`` compute."""
+        """Return the best candidates for a block that the ranks ``held`` have and the ranks ``home`` compute.
+
+        Some living rank must have no copy.
+        """
         paths = [self._rules.path(rank) for rank in held if rank in self._rules.domains]
         shared: dict[int, list[int]] = {}
         for ranks in self._inside.values():
@@ -83,5 +83,5 @@ class _Candidates:
                 mine = self._rules.path(free[0])
                 most = max((shared_levels(mine, path) for path in paths), default=0)
                 shared.setdefault(most, []).extend(free)
-        least = shared[min(shared)] if shared else []
+        least = shared[min(shared)]
         return tuple(frozenset(least).intersection(home)) or tuple(least)

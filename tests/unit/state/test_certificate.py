@@ -257,6 +257,9 @@ def test_a_silent_member_and_a_zombie(job):
     statements = job.statements()
     with pytest.raises(CertificateError, match="no statement of rank 7"):
         certify(statements, [GROUP], 1, ROWS, (*RANKS, 7))
+    without = {rank: statement for rank, statement in statements.items() if rank != 1}
+    with pytest.raises(CertificateError, match="no statement of rank 1"):
+        certify(without, [GROUP], 1, ROWS, RANKS)
     statements[9] = replace(statements[0], rank=9, blocks={}, rows=())
     with pytest.raises(CertificateError, match="rank 9, which is not a member"):
         certify(statements, [GROUP], 1, ROWS, RANKS)

@@ -54,6 +54,12 @@ def megatron_grad_scaler():
     return module.DynamicGradScaler
 
 
+def test_a_step_whose_labels_are_all_masked_divides_by_no_zero():
+    hyper = Hyper(RATES, clip_grad=1.0)
+    after = advance(StepRecord.initial(hyper), vote(StepRecord.initial(hyper), (0.0, 0.0), denominator=0.0), hyper)
+    assert (after.grad_multiplier, after.grad_norm, after.skipped) == (1.0, 0.0, False)
+
+
 def test_a_step_that_is_left_out_consumes_its_samples_and_changes_nothing_else():
     hyper = Hyper(RATES, scaler="dynamic", initial_loss_scale=1024.0, growth_interval=2)
     before = advance(StepRecord.initial(hyper), vote(StepRecord.initial(hyper)), hyper)

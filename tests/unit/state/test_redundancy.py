@@ -125,6 +125,15 @@ def test_all_survivors_send_and_receive_alike():
     assert max(received.values()) <= 3 and max(sent.values()) <= 4
 
 
+def test_of_two_ranks_that_have_a_block_the_one_that_sends_least_sends_it():
+    """Four ranks of one stage with two mirrors, one rank lost: two ranks have each block that is short of a copy."""
+    job = Job(stages=1, replicas=4, node=1, mirrors=2, blocks=64)
+    before, living, _ = job.without(initial(job.groups(list(job.ranks)), job.rules(list(job.ranks))), [3])
+    _, adds = replenish(before, job.groups(living), job.rules(living))
+    sent = Counter(change.source for change in adds)
+    assert len(adds) == 48 and set(sent.values()) == {16}
+
+
 def test_the_work_for_a_copy_does_not_grow_with_the_number_of_ranks():
     """A node of 8 ranks is lost, and all its blocks are short of a copy."""
 
