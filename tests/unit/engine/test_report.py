@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.engine.generation.report import NEWCOMER, Report, phase_is_over, reports_of
+from megatron.elastic.engine.generation.report import NEWCOMER, Report, joined_since_vote, phase_is_over, reports_of
 from megatron.elastic.state.protocol import Holdings
-from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.record import GradientKey, StepRecord
 
 REPORT = st.builds(
     lambda rank, phase, done, version, under_way, failures, doubts, reporter: Report(
@@ -50,7 +50,15 @@ def test_a_phase_is_over_when_a_rank_has_left_it_or_all_have_done_it(reports: li
     for phase in {report.phase for report in reports}:
         # Who is still in the phase before (a step being finished) has not done it either.
         waiting = [report for report in reports if report.phase < phase or not report.done]
-        members = {*by_rank, *(report.reporter for report in reports)} if len(reports) > 4 else set(by_rank)
-        logged = members >= {report.reporter for report in reports} and members == by_rank.keys()
-        assert phase_is_over(phase, by_rank, members) == (phase < newest or (not waiting and logged))
+        logged = {report.reporter for report in reports} <= set(by_rank)
+        assert phase_is_over(phase, by_rank, set(by_rank)) == (phase < newest or (not waiting and logged))
         assert phase_is_over(phase, by_rank, {*by_rank, 8}) == (phase < newest), "a newcomer has not done it"
+
+
+def test_the_ranks_admitted_after_the_generation_of_the_newest_vote_have_joined_since() -> None:
+    record = StepRecord(5, gradient=GradientKey(4, 3))
+    reports = {
+        rank: Report(Holdings(rank, 5, 5, records=(record,)), 1, False, 5, "assignment", admitted=admitted)
+        for rank, admitted in enumerate((0, 3, 4))
+    }
+    assert joined_since_vote(reports) == {2}
