@@ -86,7 +86,7 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
     assignment, living = _in_a_place(job.launched, rank, arena.held.units)
     if rank not in living:
         return None
-    layouts = build_layouts(_guessed(own, assignment, job.interface.covered), job.config.block_bytes)
+    layouts = build_layouts(_guessed(own, arena.held.units, assignment, job.interface.covered), job.config.block_bytes)
     decision = Decision(0, {peer: msgspec.structs.replace(here, rank=peer) for peer in living}, "join")
     configuration, record = beginning(job, assignment, layouts, decision)
     sent = JoinState(
@@ -123,8 +123,11 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
     return at
 
 
-def _guessed(own: Catalog, assignment: Assignment, covered: Covered) -> Catalog:
-    """Return a catalog of all units, in which units that this rank does not hold are like one that it holds."""
+def _guessed(own: Catalog, units: tuple[int, ...], assignment: Assignment, covered: Covered) -> Catalog:
+    """Return a catalog of all units, in which units that this rank does not hold are like one that it holds.
+
+    ``units``: those that it holds. One without an entry in ``own`` has no parameters.
+    """
     launch = assignment.launch_topology
 
     def kind(shard: int) -> int:
@@ -132,6 +135,7 @@ def _guessed(own: Catalog, assignment: Assignment, covered: Covered) -> Catalog:
         return min(max(shard, launch.tensor - 1), len(launch.shards))
 
     held = {unit for unit, _ in own}
+    without = set(units) - held
     with_experts = {unit for unit, shard in own if kind(shard) == len(launch.shards)}
     like: dict[int, tuple[ParamSpec, ...]] = {}
     for (_, shard), specs in own.items():
@@ -139,7 +143,9 @@ def _guessed(own: Catalog, assignment: Assignment, covered: Covered) -> Catalog:
     keys = {
         (unit, shard)
         for unit, shard in assignment.state_groups(covered)
-        if kind(shard) in like and (kind(shard) < len(launch.shards) or unit not in held - with_experts)
+        if unit not in without
+        and kind(shard) in like
+        and (kind(shard) < len(launch.shards) or unit not in held - with_experts)
     }
     return {key: own.get(key) or like[kind(key[1])] for key in sorted(keys)}
 

@@ -174,7 +174,7 @@ def arena_at_launch(tensor: int, index: int) -> tuple[Arena, CutModel]:
     topology = topology_of(tensor, 1, 1)
     rank = min(index, tensor - 1)
     model = model_of(topology, rank)
-    return Arena(model, layouts_of(topology), built(own_catalog(model, topology, rank), topology, rank)), model
+    return Arena(model, layouts_of(topology), built(model, own_catalog(model, topology, rank), topology, rank)), model
 
 
 def part_of(model: CutModel, tensor: int, count: int, index: int) -> HeldPart:

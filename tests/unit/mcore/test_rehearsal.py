@@ -18,7 +18,7 @@ from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.buffers import Arena
-from megatron.elastic.engine.compute.model_interface import LossOutput
+from megatron.elastic.engine.compute.model_interface import LossOutput, UnitParameter
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.state_catalog import build_layouts, built, own_catalog
 from megatron.elastic.engine.inject import Injector
@@ -40,6 +40,7 @@ class OfAStage(EmulatedModel):
     """Layers of ``units`` alone, of which each has values of its own. Says with which it computed what ``ran``."""
 
     units: Sequence[int] = ()
+    bare: Sequence[int] = ()
     stumbles = False
 
     def forward(self, step: Any, piece: Piece, *given: Any) -> torch.Tensor | LossOutput:
@@ -52,11 +53,14 @@ class OfAStage(EmulatedModel):
     def held_units(self) -> tuple[int, ...]:
         return tuple(self.units)
 
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        return () if unit in self.bare else super().unit_parameters(unit)
 
-def _job(nominal: LaunchTopology, rank: int, config: ElasticConfig) -> EngineParts:
+
+def _job(nominal: LaunchTopology, rank: int, config: ElasticConfig, bare: Sequence[int]) -> EngineParts:
     interface = OfAStage(Profile((UnitCost(1, 1, 1, 1, 1, 1, 1),) * UNITS), 0.0)
     place = nominal.place(rank) or (0, 0, 0)  # a spare borrows that of a first stage
-    interface.units = tuple(range(*nominal.chunks[place[2]]))
+    interface.units, interface.bare = tuple(range(*nominal.chunks[place[2]])), bare
     for unit in interface.units:
         interface.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
     settings = Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))))
@@ -65,16 +69,16 @@ def _job(nominal: LaunchTopology, rank: int, config: ElasticConfig) -> EnginePar
 
 def _rehearsed(here: Here) -> dict[str, Any]:
     """Once, in a slot of a job that others train; then what was heard, logged, loaded and changed by a second time."""
-    tensor, pipeline, data, rank, folder = here.ask()
+    tensor, pipeline, data, rank, bare, folder = here.ask()
     stages = tuple((UNITS * stage // pipeline, UNITS * (stage + 1) // pipeline) for stage in range(pipeline))
     nominal = LaunchTopology(tensor, pipeline, data, stages, Grid(4 * data, 1, data), extra=tensor)
     fabric = NativeFabric(rank, nominal.slots + nominal.extra, 1, run_id="alone", secret=b"x" * 32)
     install(fabric)
-    job = _job(nominal, rank, ElasticConfig(event_log=folder))
+    job = _job(nominal, rank, ElasticConfig(event_log=folder), bare)
     links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
     catalog = own_catalog(job.interface, nominal, rank)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    arena = Arena(job.interface, layouts, built(catalog, nominal, rank))
+    arena = Arena(job.interface, layouts, built(job.interface, catalog, nominal, rank))
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[CertificateOutcome]()
     complete = Examination.complete
@@ -97,14 +101,15 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("bare", [(), (0,)], ids=["", "no parameters in the first unit"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "data", "rank"), [(1, 1, 4, 1), (1, 2, 2, 3), (2, 2, 2, 5), (2, 2, 2, 9)]
 )
 def test_a_newcomer_or_a_spare_rehearses_in_any_place_of_any_layout_and_leaves_no_trace(
-    tmp_path: Path, tensor: int, pipeline: int, data: int, rank: int
+    tmp_path: Path, tensor: int, pipeline: int, data: int, rank: int, bare: tuple[int, ...]
 ) -> None:
     with Ranks(1, _rehearsed) as ranks:
-        ranks.say(0, (tensor, pipeline, data, rank, str(tmp_path)))
+        ranks.say(0, (tensor, pipeline, data, rank, bare, str(tmp_path)))
         told = ranks.results([0])[0]
     assert told["same"] and told["alive"] == (rank,)
     assert told["loaded later"] == []

@@ -38,11 +38,13 @@ def own_catalog(interface: ModelInterface, launch_topology: LaunchTopology, rank
     return {key: tuple(specs) for key, specs in catalog.items()}
 
 
-def built(catalog: Catalog, launch_topology: LaunchTopology, rank: int) -> HeldPart:
-    """Return the part of the model that the process of ``rank`` has built for the launch; ``catalog``: its own."""
-    units = tuple(sorted({unit for unit, _ in catalog}))
+def built(interface: ModelInterface, catalog: Catalog, launch_topology: LaunchTopology, rank: int) -> HeldPart:
+    """Return the part of the model that the process of ``rank`` has built for the launch; ``catalog``: its own.
+
+    A unit without parameters belongs to it too: the first one where embeddings are tied and positions have none.
+    """
     place = Assignment.at_launch(launch_topology).place(rank)
-    return HeldPart(units, place, tuple(catalog))
+    return HeldPart(tuple(interface.held_units()), place, tuple(catalog))
 
 
 def exchange_catalog(interface: ModelInterface, launch_topology: LaunchTopology, fabric: Fabric) -> Catalog:
