@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
+from tests.integration.elastic_job import ROOT, JobResult, elastic_job, largest_deviation
 
 STEPS = 6
 STATE = ("--elastic-snapshot", "state")
@@ -59,3 +59,18 @@ def test_a_loss_at_any_phase(tmp_path: Path, replaying: JobResult, point: str) -
     result = killed(tmp_path, 3, point, STEPS, "--no-elastic-respawn")
     assert largest_deviation(replaying.committed, result.committed) < 1e-5
     assert all(record.fields["lost_steps"] <= 1 for record in result.of("recovery"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_not_rehearsed_returns_over_gloo(tmp_path: Path, replaying: JobResult) -> None:
+    """Members exchange blocks before the newcomer does anything, over groups that gloo connects with it."""
+    waits = "delay:missing=1,count=0,point=between_steps,seconds=120"
+    faults = f"kill:rank=1,step=3,point=between_steps;{waits}"
+    script = ("--elastic-allow-inject", "--elastic-inject", faults)
+    unrehearsed = ROOT / "tests" / "integration" / "unrehearsed_training.py"
+    result = elastic_job(
+        tmp_path, 3, 1, 1, STEPS, *BATCH, *STATE, *script, comm="gloo", seconds=100.0, script=unrehearsed
+    )
+    assert result.code == 0, result.output[-4000:]
+    assert [record.fields["rehearsed_seconds"] for record in result.of("ready")] == [None], "the rank came back"
+    assert largest_deviation(replaying.committed, result.committed) < 1e-5

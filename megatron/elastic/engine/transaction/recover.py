@@ -270,11 +270,12 @@ class Recovery:
         self._rebalancer.renew()
         at.tools.pool.start(at.record)
         at.tools.reach("in_join", at.record.version)
+        body = at.body  # begins its groups: over gloo members use them before the barrier, and all ranks connect them
         if at.tools.pool.snapshot == "state":
             dist.barrier(group=at.tools.fabric.world)  # the one that ends StepBody.follow
             self._step_commit.followed = at.record.version
         at.needs_rebalance = True
-        at.gathering = at.body.begin_gather(at.record.version)
+        at.gathering = body.begin_gather(at.record.version)
         at.settle_parameters()
         at.settled_at = at.record.version
         self._certifier.begin("join", self._every_block())
