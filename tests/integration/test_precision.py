@@ -97,3 +97,17 @@ def test_a_loaded_loss_scale_counts_for_a_dynamic_one_alone(tmp_path: Path) -> N
         job = elastic_job(tmp_path / kind, 2, 1, 1, 3, *QUIET, *flags, "--load", saved)
         assert job.code == 0, job.output[-4000:]
         assert scales(job.output) == [(scale, 0)], kind
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_before_the_first_update_resumes(tmp_path: Path) -> None:
+    """Megatron leaves the optimizer's step out of a checkpoint where it is 0."""
+    whole = elastic_job(tmp_path / "whole", 2, 1, 1, STEPS, *QUIET, *FP16)
+    save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "1", "--exit-interval", "1")
+    begun = elastic_job(tmp_path / "begun", 2, 1, 1, STEPS, *QUIET, *FP16, *save)
+    resumed = elastic_job(tmp_path / "resumed", 2, 1, 1, STEPS, *QUIET, *FP16, "--load", save[1])
+    assert (whole.code, begun.code, resumed.code) == (0, 0, 0), resumed.output[-4000:]
+    assert scales(begun.output)[0][1] == 1, "its only step is skipped"
+    assert [scale for scale, _ in scales(resumed.output)] == [scale for scale, _ in scales(whole.output)][1:]
+    left = {step: loss for step, loss in whole.committed.items() if step > 1}
+    assert largest_deviation(left, resumed.committed) < 1e-5

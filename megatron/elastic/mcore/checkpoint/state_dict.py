@@ -199,6 +199,7 @@ class OptimizerCheckpoint:
             inner["param_groups"] = told_apart(shadow.optimizer.param_groups, groups)
             if _MASTERS in state_dict:
                 state_dict[_MASTERS] = with_empty_groups(state_dict[_MASTERS], shadow.fp32_from_float16_groups)
+            _set_step_zero(inner["state"])
             shadow.load_state_dict(state_dict)
             mains = _main_parameters(shadow)
             tensors = [shadow.optimizer.state[main] for main in mains]
@@ -362,6 +363,12 @@ def with_empty_groups(found: Sequence[Any], groups: Sequence[Sequence[Any]]) -> 
         return list(found)
     rest = iter(found)
     return [next(rest) if group else [] for group in groups]
+
+
+def _set_step_zero(states: dict[Any, Any]) -> None:
+    """Set Adam's step where a checkpoint has none: Megatron leaves out 0, as after skipped steps alone."""
+    if "common_step" not in states and any("exp_avg_sq" in each and "step" not in each for each in states.values()):
+        states["common_step"] = torch.tensor(0.0)
 
 
 def _concerns(duty: Duty, place: LaunchStage) -> bool:
