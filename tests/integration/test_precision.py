@@ -26,6 +26,7 @@ FP16 = (
     "--loss-scale-window",
     "3",
     "--accumulate-allreduce-grads-in-fp32",
+    "--log-num-zeros-in-grad",
 )  # as the engine always does
 MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 CASES = {"bf16": (("--bf16",), 1e-4), "fp16": (FP16, 1e-5), "bf16 moments": (("--bf16", *MOMENTS), 1e-4)}
@@ -36,6 +37,11 @@ def scales(text: str) -> list[tuple[float, int]]:
     """(loss scale, skipped steps) of every line."""
     found = re.findall(r"loss scale: (\S+) .*?number of skipped iterations: +(\d+)", text)
     return [(float(scale), int(skipped)) for scale, skipped in found]
+
+
+def zeros(text: str) -> dict[int, int]:
+    """Step → zeros in its gradient, of the lines that tell them."""
+    return {int(step): int(count) for step, count in re.findall(r"iteration +(\d+)/.*? num zeros: (\d+)", text)}
 
 
 @pytest.mark.slow
@@ -56,6 +62,7 @@ def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
     norms = [(float(a), float(b)) for a, b in zip(gradient_norms(plain), gradient_norms(result.output), strict=True)]
     assert all(abs(a - b) <= 1.01e-3 + 10 * allowed * a for a, b in norms), norms
     assert scales(plain) == scales(result.output)
+    assert zeros(plain).keys() == zeros(result.output).keys(), "a skipped step has none"
     if kind == "fp16":
         skipped = sum(count for _, count in scales(plain))
         assert 2 <= skipped < STEPS - 3, f"{skipped} of {STEPS} steps overflow: the test needs some, not all"

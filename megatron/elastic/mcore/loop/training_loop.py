@@ -192,7 +192,7 @@ class TrainingLoop:
                 "should_exit": False,
                 "exit_code": 0,
                 "grad_norm": None if result.skipped else result.grad_norm,
-                "num_zeros_in_grad": result.zeros,
+                "num_zeros_in_grad": None if result.skipped else result.zeros,
                 "log_max_attention_logit": 0,
             }
             return tuple(values[name] for name in names)
