@@ -20,5 +20,5 @@ if __name__ == "__main__":
 
     from megatron.elastic.runtime import start
 
-    start.rehearse = unrehearsed
+    vars(start)["rehearse"] = unrehearsed
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

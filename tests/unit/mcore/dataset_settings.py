@@ -42,14 +42,14 @@ def arguments(folder: Path, **given: Any) -> Namespace:
 def settings(args: Namespace) -> dict[str, Any]:
     """Return what the script makes of some flags."""
     made = script.dataset_config(args)
-    names = ("fast_cache_load", "defer_npy_index_mmap", "sequences_per_dataset", "fim_rate", "fim_spm_rate")
-    names += ("fim_extra_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+    names = ["fast_cache_load", "defer_npy_index_mmap", "sequences_per_dataset", "fim_rate", "fim_spm_rate"]
+    names += ["fim_extra_tokens", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix"]
     return {"kind": type(made).__name__, **{name: getattr(made, name) for name in names if hasattr(made, name)}}
 
 
 def judged(args: Namespace, loss: float) -> str:
     """Return what the loss function raises for a loss, if anything."""
-    script.get_args = lambda: args
+    vars(script)["get_args"] = lambda: args
     try:
         script.loss_func(torch.ones(1, 2), torch.full((1, 2), loss))
     except RuntimeError as error:
@@ -59,7 +59,7 @@ def judged(args: Namespace, loss: float) -> str:
 
 def main(out: Path) -> None:
     """Write all answers as JSON."""
-    script.get_tokenizer = lambda: SimpleNamespace(vocab_size=100)
+    vars(script)["get_tokenizer"] = lambda: SimpleNamespace(vocab_size=100)
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     args = arguments(out.parent)
     elastic = arguments(out.parent, elastic=True)

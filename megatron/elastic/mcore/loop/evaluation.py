@@ -50,7 +50,7 @@ Evaluated = EvaluatedSet | tuple[EvaluatedSet, ...]
 def batch_size(args: Any) -> int:
     """Return the samples of a global batch of an evaluation, in whole micro-batches for all replicas as in Megatron."""
     size = int(getattr(args, "eval_global_batch_size", args.global_batch_size))  # from 0.18 on
-    return size - size % (args.micro_batch_size * args.data_parallel_size)
+    return size - size % int(args.micro_batch_size * args.data_parallel_size)
 
 
 def count_evaluated(args: Any) -> None:
