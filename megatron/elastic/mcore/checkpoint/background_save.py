@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.engine import Engine
@@ -65,6 +65,8 @@ _NOT_YET = "\n"
 _ROOM_BYTES = 1 << 20
 """A disk with less free space counts as full."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_LOOK_SECONDS = 0.02
+"""A wait for the disk looks so often for a new generation."""
 _NICENESS = 10
 """Niceness of the writing thread, which has a lower priority than steps."""
 
@@ -341,7 +343,7 @@ class BackgroundSave:
 
     def _begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
         engine, fabric = self._engine, self._engine.tools.fabric
-        self.abandon("it is begun again")
+        self._abandon("it is begun again")
         engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
         tag = self._tag()
@@ -428,7 +430,7 @@ class BackgroundSave:
         if again or not valid:
             return "again" if again else "none"
         assert write is not None
-        write.done.wait()
+        self._await(write)
         engine.tools.reach("save_finish", write.record.version)
         if isinstance(write.error, OSError | CommError):
             raise write.error
@@ -461,8 +463,12 @@ class BackgroundSave:
     def _give_up(self) -> None:
         """Remove the files of a failed save, which may fill the disk, once no rank writes there."""
         fabric = self._engine.tools.fabric
-        self.abandon("it could not be written")
-        self._engine.fenced(lambda: dist.barrier(group=fabric.world))
+
+        def body() -> None:
+            self._abandon("it could not be written")
+            dist.barrier(group=fabric.world)
+
+        self._engine.fenced(body)
         if fabric.alive[0] == fabric.rank:
             self._sweep()
 
@@ -471,10 +477,20 @@ class BackgroundSave:
         for folder in save_folders(self._args):
             self._folders.sweep(folder)
 
-    def abandon(self, why: str) -> None:
-        """Abandon the save under way, if any."""
-        write, self._write = self._write, None
-        if write is not None:
-            write.stream.abandon(why)
+    def _abandon(self, why: str) -> None:
+        """Abandon the save under way, if any. In a fenced action."""
+        if self._write is not None:
+            self._write.stream.abandon(why)
             # No other save may begin before its thread has stopped writing into the partial folder.
-            write.done.wait()
+            self._await(self._write)
+            self._write = None
+
+    def _await(self, write: _Write) -> None:
+        """Wait until a save's thread has ended. Raises ``GenerationChanged`` if a generation begins before.
+
+        A disk may be slow. The other ranks wait for this one's report then, and would take it for a hung one.
+        """
+        present, membership = self._engine.view.generation, self._engine.agreement.membership
+        while not write.done.wait(_LOOK_SECONDS):
+            if membership.frozen() > present:
+                raise GenerationChanged(membership.frozen())
