@@ -160,8 +160,8 @@ def test_a_loss_while_a_checkpoint_is_written_has_it_begun_again(tmp_path: Path,
 def test_a_rank_whose_disk_is_slow_is_not_lost_with_another(tmp_path: Path) -> None:
     """Others begin a generation while it waits for its disk, for longer than a rank may be silent (3 s here)."""
     faults = "delay:rank=1,step=3,point=save_writing,seconds=8;kill:rank=2,step=3,point=save_finish"
-    flags = ("--save", str(tmp_path / "saved"), "--save-interval", "1", "--elastic-detection-timeout", "0.1")
-    flags += ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", faults)
+    flags = ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--elastic-detection-timeout", "0.1"]
+    flags += ["--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", faults]
     result = elastic_job(tmp_path / "events", 4, 1, 1, STEPS, *QUIET, *flags)
     assert result.code == 0, result.output[-4000:]
     assert {record.fields["lost_rank"] for record in result.of("loss")} == {2}

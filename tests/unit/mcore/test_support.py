@@ -39,6 +39,9 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--fim-data", {"fim_data": True}),
     ("--inprocess-restart", {"inprocess_restart": True}),
     ("--phase-transition-iterations", {"phase_transition_iterations": "3"}),
+    ("--moe-router-force-load-balancing", {"moe_router_force_load_balancing": True}),
+    ("--moe-router-force-biased", {"moe_router_force_biased": 0.0}),
+    ("--fake-process-group", {"fake_process_group": True}),
 ]
 
 

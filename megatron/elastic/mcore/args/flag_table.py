@@ -16,7 +16,8 @@ MOE = (
     "--moe-shared-expert-gate", "--moe-token-dispatcher-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff",
     "--moe-router-pre-softmax", "--moe-router-score-function", "--moe-router-topk-scaling-factor",
     "--moe-router-num-groups", "--moe-router-group-topk", "--moe-expert-capacity-factor", "--moe-token-drop-policy",
-    "--moe-pad-expert-input-to-capacity",
+    "--moe-pad-expert-input-to-capacity", "--moe-router-bias-update-rate", "--moe-layer-recompute",
+    "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu",
 )
 # fmt: on
 
@@ -62,7 +63,12 @@ _MODEL = (
     "--accumulate-allreduce-grads-in-fp32", "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "--vocab-size",
-    "--attention-output-gate",
+    "--attention-output-gate", "--glu-linear-offset", "--activation-func-clamp-value", "--qk-l2-norm",
+    "--embedding-init-method-std", "--disable-bf16-reduced-precision-matmul", "--recompute-modules",
+    "--mtp-use-repeated-layer", "--no-clone-scatter-output-in-embedding",
+    "--disable-clone-scatter-output-in-embedding", "--window-attn-skip-freq", "--no-rope-freq",
+    "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--fp16-lm-cross-entropy", "--encoder-num-layers",
+    "--encoder-seq-length", "--decoder-seq-length", "--disable-jit-fuser", "--padded-vocab-size",
 )
 # fmt: on
 
@@ -81,6 +87,7 @@ _OPTIMISATION = (
     "--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--seed",
     "--deterministic-mode", "--no-check-for-nan-in-loss-and-grad", "--override-opt-param-scheduler",
     "--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler",
+    "--no-weight-decay-cond-type", "--decrease-batch-size-if-needed", "--no-overlap-p2p-communication",
 )
 # fmt: on
 
@@ -93,6 +100,8 @@ _DATA = (
     "--no-create-attention-mask-in-dataloader", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",
     "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--eval-iters", "--eval-interval",
     "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-rate", "--fim-spm-rate",
+    "--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap", "--per-dataset-sequences-path",
+    "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens", "--object-storage-cache-path",
 )
 # fmt: on
 
@@ -104,6 +113,10 @@ _CHECKPOINTS = (
     "--use-checkpoint-args", "--dist-ckpt-strictness", "--dist-ckpt-optim-fully-reshardable",
     "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
     "--ckpt-assume-constant-structure", "--auto-detect-ckpt-format", "--verify-integrity",
+    "--persistent-save-interval", "--non-persistent-save-interval", "--non-persistent-global-ckpt-dir", "--ckpt-step",
+    "--dist-ckpt-workers", "--dist-ckpt-save-pre-mcore-014", "--distrib-optim-fully-reshardable-mem-efficient",
+    "--use-dist-ckpt", "--dist-ckpt-format", "--ckpt-fully-parallel-save-process-group",
+    "--ckpt-fully-parallel-load-exchange-algo", "--async-ckpt-cpu-priority",
 )
 # fmt: on
 
@@ -119,7 +132,12 @@ _LOOP = (
     "--manual-gc-interval", "--no-manual-gc-eval", "--distributed-timeout-minutes",
     "--local-rank",
     "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
-    "--profile-ranks", "--use-pytorch-profiler", "--skip-train",
+    "--profile-ranks", "--use-pytorch-profiler", "--skip-train", "--train-sync-interval", "--disable-manual-gc-eval",
+    "--log-memory-interval", "--log-device-memory-used", "--no-log-loss-scale-to-tensorboard",
+    "--disable-log-loss-scale-to-tensorboard", "--no-barrier-with-level-1-timing", "--logging-level",
+    "--run-workload-inspector-server", "--memory-snapshot-path", "--app-tag-run-name", "--app-tag-run-version",
+    "--enable-experimental", "--disable-msc", "--one-logger-project", "--one-logger-run-name", "--one-logger-async",
+    "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack",
 )
 # fmt: on
 

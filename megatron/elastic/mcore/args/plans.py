@@ -15,6 +15,7 @@ PLANS: Mapping[str, str] = {
         "cut each packed row by its own sequences, on Megatron's own layers first",
     "balancing experts over the global batch":
         "counts of all tokens in the step's record, as for balancing by a bias; the loss is then one step late",
+    "experts chosen by chance": "draw them by sample, as dropout is",
     "experts from a dense checkpoint": "make the experts while the checkpoint is read",
     "linear and sparse attention variants": "take over their layers once they have been run on a GPU",
     "hybrid (state-space) models": "take over their layers once they have been run on a GPU",
@@ -31,6 +32,7 @@ PLANS: Mapping[str, str] = {
     "node-local checkpoints": _NONE + "copies in memory replace them",
     "other data orders": _NONE + "a batch of no numbered samples cannot be read again",
     "filling in the middle": "draw the cut of a sample by its number",
+    "ranks that exchange nothing": _NONE + "there is nothing that could be lost",
     "replicas that start unequal": _NONE + "ranks take each other's samples over, so replicas are equal",
     "another fault-tolerance layer": _NONE + "each would restart what the other keeps",
     "reinforcement learning": "samples of a step kept by number until its commit",
