@@ -123,7 +123,8 @@ def test_a_full_etcd_is_named_with_the_flags_that_keep_it_from_filling(tmp_path:
 
 def test_the_flags_of_the_manifest_keep_etcd_from_filling(tmp_path: Path) -> None:
     """With a retention of 1 s in place of its 5 min, and 3 MiB of renewals for a quota of 2 MiB."""
-    _, members = yaml.safe_load_all((ROOT / "scripts" / "kubernetes" / "etcd.yaml").read_text(encoding="utf-8"))
+    documents = yaml.safe_load_all((ROOT / "scripts" / "kubernetes" / "etcd.yaml").read_text(encoding="utf-8"))
+    members = next(one for one in documents if one["kind"] == "StatefulSet")
     command = members["spec"]["template"]["spec"]["containers"][0]["command"]
     flags = [flag.replace("=5m", "=1s") for flag in command if flag.startswith("--auto-compaction")]
     with etcd_server(tmp_path, *QUOTA, *flags) as own:
