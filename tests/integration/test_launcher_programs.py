@@ -332,9 +332,11 @@ raise SystemExit(7)
 
 
 def test_a_worker_that_hangs_on_its_way_out_is_ended(tmp_path: Path) -> None:
-    body = "m.finish(0)\nif m.rank == 1: time.sleep(600)"
+    """Behind the program's end, as in a thread or a handler; the program itself may work on for longer."""
+    body = "import atexit\nm.finish(0)\nif m.rank == 1: atexit.register(time.sleep, 600)"
     done = run(["--nproc-per-node", "2", "--shutdown-timeout", "1", *write(tmp_path, body, MEMBER), "--elastic"])
     assert done.returncode == 0 and "lost rank" not in done.stderr
+    assert "rank 1 did not end within 1 s (--shutdown-timeout)" in done.stderr
 
 
 def test_last_log_lines_reach_the_summary_and_the_survivors(tmp_path: Path) -> None:
