@@ -27,7 +27,7 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheckpoint, Stop
-from tests.unit.control.test_generations import entry, loss, machine, started
+from tests.unit.control.generation_machines import entry, loss, machine, started
 
 
 def interleavings(*threads: list[Event]) -> Iterator[list[Event]]:

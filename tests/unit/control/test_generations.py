@@ -6,17 +6,12 @@ import itertools
 
 import pytest
 
-from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import (
     Abandoned,
     Decided,
-    Entry,
-    Event,
-    Finished,
     Lost,
     NodeBack,
     NodeLost,
-    Readmitted,
     Reformed,
     Reported,
     Requested,
@@ -24,41 +19,10 @@ from megatron.elastic.control.events import (
     Wanted,
 )
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.quarantine import Quarantine
-from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint
-from tests.unit.calls import calls_in
-
-
-def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
-    return Entry(Address(rank, incarnation, "h"), report or f"held by {rank}")
-
-
-def loss(rank: int, incarnation: int = 0) -> Lost:
-    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), 10.0 * (rank + 5 * incarnation))
-
-
-def machine(*sizes: int, respawn: bool = True) -> Generations:
-    nodes, first = {}, 0
-    for number, size in enumerate(sizes):
-        nodes[number] = Node(f"h{number}", tuple(range(first, first + size)))
-        first += size
-    return Generations(nodes, respawn=respawn, quarantine=Quarantine(1))
-
-
-def started(*sizes: int, respawn: bool = True) -> Generations:
-    state = machine(*sizes, respawn=respawn)
-    for rank in state.ranks:
-        state.apply(Waiting((entry(rank),)))
-    state.apply(Decided(1, 0))
-    assert state.quiet and state.decided == 1
-    return state
-
-
-def report_all(state: Generations) -> None:
-    for rank in state.missing():
-        state.apply(Reported(state.frozen, (entry(rank, state.ranks[rank].incarnation),)))
+from megatron.elastic.control.requests import Pending, Request, SaveCheckpoint
+from tests.unit.control.generation_machines import entry, loss, machine, report_all, started
 
 
 def test_the_start_waits_for_every_rank_in_any_order() -> None:
@@ -326,108 +290,6 @@ def test_a_wait_for_a_rank_that_was_to_come_back_is_told_when_it_will_not(broken
     assert not state.quiet and decided_without(state) == () and not state.pending().reform
 
 
-def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
-    state = started(2)
-    state.apply(Finished(0, 0, 0))
-    assert state.quiet and not state.over()
-    state.apply(Finished(1, 0, 3))
-    assert state.over() and state.codes() == (0, 3)
-
-
-def test_leaving_without_a_word_is_a_loss_once_a_rank_misses_it() -> None:
-    state = started(2)
-    state.apply(Finished(0, 0, 0, announced=False))
-    assert state.quiet
-    state.apply(loss(0))
-    assert state.frozen == 2
-    announced = started(2)
-    announced.apply(Finished(0, 0, 0, announced=True))
-    announced.apply(loss(0))
-    assert announced.quiet
-
-
-def test_leaving_without_a_word_while_a_generation_is_agreed_is_told_in_the_decision() -> None:
-    state = started(3)
-    state.apply(Reformed(1, "link"))
-    state.apply(Finished(1, 0, 0, announced=False))
-    report_all(state)
-    state.apply(Decided(2, 0))
-    assert state.decision is not None and list(state.decision.members) == [0, 2]
-    assert [(lost.rank, lost.cause) for lost in state.decision.lost] == [(1, "exit code 0")]
-
-
-def test_one_rank_may_leave_at_a_boundary() -> None:
-    state = started(3)
-    state.apply(Wanted(Drain((1,))))
-    state.apply(Requested(Request.LEAVE, (0, 1), 1))
-    assert state.quiet, "it happens when every member stands at the boundary"
-    state.apply(Requested(Request.LEAVE, (2,), 1))
-    assert state.frozen == 2
-    report_all(state)
-    state.apply(Decided(2, 0))
-    assert state.members == (0, 2), "before its process ends, too"
-    state.apply(loss(1))
-    assert state.quiet and not state.ranks[1].may_return, "its end is no loss, in whatever way it ends"
-    state.apply(Finished(1, 0, 0))
-    assert state.decision is not None and list(state.decision.members) == [0, 2] and state.decision.reason == "drain"
-    assert state.pending() == Pending() and not state.over()
-
-
-def test_asking_some_ranks_to_leave_is_no_drain_of_the_job() -> None:
-    state = started(3)
-    state.apply(Wanted(Drain((1,))))
-    assert state.pending() == Pending(leave=(1,))
-    state.apply(Wanted(Drain((2,))))
-    assert state.pending() == Pending(leave=(1, 2))
-    state.apply(Wanted(Drain((0,))))
-    assert state.pending() == Pending(drain=True), "all of them: the job"
-
-
-def test_a_wish_to_leave_that_cannot_be_granted_is_taken_back_by_all() -> None:
-    state = started(2)
-    state.apply(Wanted(Drain((1,))))
-    state.apply(Requested(Request.STAY, (0,), 1))
-    assert state.pending() == Pending(leave=(1,))
-    state.apply(Requested(Request.STAY, (1,), 1))
-    assert state.pending() == Pending() and state.quiet
-
-
-def test_a_loss_before_the_decision_lets_no_rank_leave_yet() -> None:
-    state = started(3)
-    state.apply(Wanted(Drain((1,))))
-    state.apply(Requested(Request.LEAVE, (0, 1, 2), 1))
-    state.apply(loss(2))
-    report_all(state)
-    state.apply(Decided(3, 0))
-    assert state.decision is not None and list(state.decision.members) == [0, 1]
-    assert state.pending() == Pending(leave=(1,))
-
-
-def test_a_rank_that_left_may_be_admitted_again() -> None:
-    state = started(2)
-    state.apply(Wanted(Drain((1,))))
-    state.apply(Requested(Request.LEAVE, (0, 1), 1))
-    report_all(state)
-    state.apply(Decided(2, 0))
-    state.apply(Finished(1, 0, 0))
-    assert not state.ranks[1].may_return
-    state.apply(Readmitted((1,)))
-    assert state.ranks[1].standing == "lost" and state.ranks[1].may_return
-    state.apply(Waiting((entry(1, 1),)))
-    assert state.pending() == Pending(join=True)
-
-
-def test_only_the_ranks_that_are_named_are_admitted_again() -> None:
-    state = started(3)
-    for rank in (1, 2):
-        state.apply(Abandoned((rank,), "it ended several times before it took part"))
-        state.apply(loss(rank))
-    state.apply(Readmitted((1,)))
-    assert state.ranks[1].may_return and not state.ranks[2].may_return
-    state.apply(Readmitted(()))
-    assert state.ranks[2].may_return, "none named: all"
-
-
 def test_one_member_is_enough_to_have_all_report_anew() -> None:
     state = started(3)
     state.apply(Requested(Request.REFORM, (1,), 1))
@@ -450,67 +312,3 @@ def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
 def test_ranks_must_be_numbered_without_holes() -> None:
     with pytest.raises(ValueError, match="once each"):
         Generations({0: Node("h", (0, 2))})
-
-
-def test_an_agent_takes_in_a_loss_and_a_return_by_as_much_more_work_as_there_are_more_nodes() -> None:
-    """Each node's agent appends an entry, and each agent asks after each entry what follows from it."""
-
-    def taken_in(nodes: int) -> int:
-        state = started(*[8] * nodes)
-
-        def one(event: Event) -> None:
-            state.apply(event)
-            assert not state.over()
-            state.pending(), state.ready(), state.coordinator(), state.preparing
-
-        def by_node(generation: int) -> None:
-            for node in state.nodes.values():
-                members = [rank for rank in node.ranks if state.ranks[rank].standing == "member"]
-                one(Reported(generation, tuple(entry(rank, state.ranks[rank].incarnation) for rank in members)))
-            one(Decided(generation, 0))
-            assert state.decided == generation
-
-        def a_loss_and_a_return() -> None:
-            one(loss(9))
-            by_node(2)
-            one(Waiting((entry(9, 1),)))
-            for node in state.nodes.values():
-                members = tuple(rank for rank in node.ranks if state.ranks[rank].standing == "member")
-                one(Requested(Request.JOIN, members, 2))
-            by_node(3)
-
-        return calls_in(a_loss_and_a_return)
-
-    few, many = taken_in(8), taken_in(32)
-    print(f"{few} calls with 8 nodes, {many} with 32")
-    assert many < 6 * few
-
-
-def test_what_a_start_and_the_return_of_many_ranks_cost_grows_with_their_number_and_not_faster() -> None:
-    """Each agent takes in an entry of each rank that starts, on the thread that renews its lease."""
-
-    def a_start(nodes: int) -> int:
-        state = machine(*[8] * nodes)
-
-        def start() -> None:
-            for rank in state.ranks:
-                state.apply(Waiting((entry(rank),)))
-                assert not state.over() and state.ready() == (rank == 8 * nodes - 1)
-
-        return calls_in(start)
-
-    def returns(nodes: int) -> int:
-        """The calls of one question while half of the ranks come again."""
-        state = started(*[8] * nodes)
-        state.quarantine.after = 0
-        for node in range(nodes // 2, nodes):
-            for rank in state.nodes[node].ranks:
-                state.apply(loss(rank))
-        report_all(state)
-        state.apply(Decided(state.frozen, 0))
-        assert state.quiet and len(state.returning()) == 4 * nodes
-        return calls_in(state.pending)
-
-    for measured in (a_start, returns):
-        few, many = measured(8), measured(32)
-        assert many < 6 * few, f"{measured.__name__}: {few} calls with 8 nodes, {many} with 32"
