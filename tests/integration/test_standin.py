@@ -165,7 +165,7 @@ def test_owners_in_device_memory_train_with_the_bits_of_owners_in_host_memory(
         for where in ("device", "host")
     )
     assert finished(device) == finished(host) and device.norms == host.norms
-    assert "owned state                               8.00        2.00" in device.output
+    assert "owned state                               8.00        4.00" in device.output
     assert "owned state                               0.00        8.00" in host.output
 
 

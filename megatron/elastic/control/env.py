@@ -13,6 +13,7 @@ __all__ = [
     "CONTROL_FD",
     "DOMAIN",
     "DRAIN_SIGNALS",
+    "ENDED_IN",
     "ETCD_PASSWORD",
     "ETCD_USER",
     "HOST",
@@ -37,6 +38,9 @@ SLOTS: Final = "MEGATRON_ELASTIC_SLOTS"
 
 NEWCOMER: Final = "MEGATRON_ELASTIC_NEWCOMER"
 """1 when the job ran already as this worker was started: it has to be admitted."""
+
+ENDED_IN: Final = "MEGATRON_ELASTIC_ENDED_IN"
+"""The step in which all ranks of the job ended before this start and told nothing of it; −1: that is not so."""
 
 SECRET: Final = "MEGATRON_ELASTIC_SECRET"
 """Hex text, one per job: proves membership in handshakes and signatures. Given to the agents of several nodes."""

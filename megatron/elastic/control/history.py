@@ -14,6 +14,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.events import Announced, Event, Lost, NodeLost
+from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.observations import (
     COMPUTED_AGAIN,
@@ -73,6 +74,8 @@ class JobHistory(msgspec.Struct, forbid_unknown_fields=True):
     """When all ranks had ended; −1: steps go on."""
     _reached: Int64 = -1
     """The highest step that was under way at a loss."""
+    _told: bool = False
+    """True if ranks that were left told that the job goes back to its checkpoint, and ended."""
 
     def follow(self, event: Event, state: Generations) -> None:
         """Take one entry; ``state`` has taken it."""
@@ -91,6 +94,11 @@ class JobHistory(msgspec.Struct, forbid_unknown_fields=True):
             case Reprotected():
                 self.unprotected_s += event.seconds
         self._noted = len(state.losses)
+
+    @property
+    def ended_in(self) -> int:
+        """The step in which all ranks ended, if none was left to tell of it; −1 while steps go on."""
+        return -1 if self._down_at < 0.0 or self._told else max(self.first_step, self._reached)
 
     def recovery_mean_s(self) -> float | None:
         """Mean time to recover (MTTR): from noticing a loss to being able to go on. None before the first recovery."""
@@ -115,6 +123,8 @@ class JobHistory(msgspec.Struct, forbid_unknown_fields=True):
             self.losses += 1
             self.last_losses.append(LossNote(at, loss.rank, loss.incarnation, loss.host, loss.cause, step))
             self._reached = max(self._reached, step)
+            # a newcomer that was not admitted ends so too, but knows no step
+            self._told |= step >= 0 and loss.ending in (Ending.FALL_BACK, Ending.BEGIN_ANEW)
         del self.last_losses[:-_KEPT]
         if state.fresh and self.first_step >= 0 and self._down_at < 0.0:
             self._down_at = at
@@ -125,7 +135,7 @@ class JobHistory(msgspec.Struct, forbid_unknown_fields=True):
         elif self._down_at >= 0.0:
             self._add(RESTART, event.at - self._down_at)
             self.lost_steps += max(0, self._reached - event.step)
-        self._down_at, self._reached = -1.0, -1
+        self._down_at, self._reached, self._told = -1.0, -1, False
 
     def _recover(self, event: Recovered) -> None:
         self.last_recoveries.append(event)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control import events as ev
+from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
@@ -33,8 +34,11 @@ class Job:
             self.history.follow(event, self.state)
 
     def decide(self, *ranks: int) -> None:
-        """The ranks report, with the incarnations they have, and the newest generation is decided."""
-        entries = tuple(ev.Entry(Address(rank, self.state.ranks[rank].incarnation, "h"), "") for rank in ranks)
+        """The ranks report, lost ones in their next life, and the newest generation is decided."""
+        lives = {
+            rank: self.state.ranks[rank].incarnation + (self.state.ranks[rank].standing == "lost") for rank in ranks
+        }
+        entries = tuple(ev.Entry(Address(rank, life, "h"), "") for rank, life in lives.items())
         report = ev.Waiting(entries) if self.state.fresh else ev.Reported(self.state.frozen, entries)
         self.take(report, ev.Decided(self.state.frozen, 0))
         assert self.state.quiet
@@ -42,6 +46,56 @@ class Job:
     def lose(self, rank: int, step: int, at: float) -> None:
         loss = Loss(rank, self.state.ranks[rank].incarnation, "a", "signal SIGKILL")
         self.take(ev.Lost((loss,), (step,), at))
+
+
+def lost_at_once(job: Job, *steps: int, ending: Ending = Ending.KILLED) -> None:
+    """All ranks end in one entry of the journal, each in its step."""
+    losses = tuple(Loss(rank, job.state.ranks[rank].incarnation, "a", "", ending=ending) for rank in range(len(steps)))
+    job.take(ev.Lost(losses, steps, 20.0))
+
+
+def test_the_step_in_which_all_ranks_ended_is_known_until_the_next_one_is_committed() -> None:
+    job = Job()
+    lost_at_once(job, -1, -1, -1, -1)
+    assert job.history.ended_in == -1, "no step was committed"
+    job.decide(0, 1, 2, 3)
+    job.take(Stepping(4, at=10.0))
+    job.lose(3, 5, at=15.0)
+    assert job.history.ended_in == -1, "ranks are left"
+    job.decide(0, 1, 2)
+    lost_at_once(job, 7, 8, 7)
+    assert job.history.ended_in == 8
+    job.take(Stepping(4, at=30.0))
+    assert job.history.ended_in == -1
+
+
+def test_of_ranks_that_ended_with_their_nodes_no_step_is_known_but_the_first() -> None:
+    job = Job()
+    job.take(Stepping(4, at=10.0), *(ev.NodeLost(node, 0, "gone", at=20.0) for node in (0, 1)))
+    assert job.history.ended_in == 4
+
+
+@pytest.mark.parametrize("ending", [Ending.FALL_BACK, Ending.BEGIN_ANEW])
+def test_ranks_that_told_of_the_way_back_leave_nothing_to_tell(ending: Ending) -> None:
+    job = Job()
+    job.take(Stepping(1, at=10.0))
+    lost_at_once(job, 5, 5, 5, 5, ending=ending)
+    assert job.history.ended_in == -1
+    job.decide(0, 1, 2, 3)
+    job.take(Stepping(2, at=30.0))
+    lost_at_once(job, 6, 6, 6, 6)
+    assert job.history.ended_in == 6
+
+
+def test_newcomers_that_were_never_admitted_have_told_nothing() -> None:
+    job = Job()
+    job.take(Stepping(1, at=10.0))
+    job.lose(3, 5, at=15.0)
+    job.decide(0, 1, 2)
+    lost_at_once(job, 6, 6, 6)
+    newcomer = Loss(3, 1, "b", "exit code 7", ending=Ending.BEGIN_ANEW)
+    job.take(ev.Lost((newcomer,), (-1,), 21.0))
+    assert job.history.ended_in == 6
 
 
 def test_a_loss_is_noted_at_once_and_its_recovery_with_its_phases() -> None:

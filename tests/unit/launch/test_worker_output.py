@@ -15,6 +15,7 @@ import pytest
 
 from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.launch.agent.loop import Loop
@@ -131,8 +132,8 @@ class Started:
     forks: Forks
     workers: list[Worker] = field(default_factory=list)
 
-    def start(self, rank: int, incarnation: int = 0, newcomer: bool = False) -> dict[str, str]:
-        self.workers.append(self.spawner.start(rank, incarnation, newcomer))
+    def start(self, rank: int, incarnation: int = 0, newcomer: bool = False, ended_in: int = -1) -> dict[str, str]:
+        self.workers.append(self.spawner.start(rank, incarnation, newcomer, ended_in))
         spec = self.forks.specs[-1]
         return {name: spec.variable(name) for name in spec.environ}
 
@@ -184,6 +185,7 @@ def test_a_worker_has_torchruns_environment_and_that_of_the_elastic_runtime(star
     worker = started.workers[0]
     assert (worker.rank, worker.local_rank, worker.incarnation) == (5, 1, 2)
     assert started.start(5)[env.NEWCOMER] == "0"
+    assert started.start(5)[env.ENDED_IN] == "-1" and started.start(5, ended_in=7)[env.ENDED_IN] == "7"
 
 
 def test_no_two_lives_share_a_number_or_a_scratch_folder_and_all_are_swept(started: Started) -> None:
@@ -222,7 +224,7 @@ def test_ranks_of_a_node_are_started_and_killed_as_processes(script: str) -> Non
 
     pool = Pool(loop, (), PoolEvents(lambda *_: None, ended, lambda _: None), ZygoteProcess.execute(()))
     spawner = second_node(job(script), pool)
-    workers = NodeWorkers(pool, spawner)
+    workers = NodeWorkers(pool, spawner, JobHistory())
     try:
         for rank in RANKS:
             workers.start(rank, 0, False)

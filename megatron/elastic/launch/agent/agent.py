@@ -127,7 +127,7 @@ class Agent:
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
-        workers = NodeWorkers(pool, self._spawner)
+        workers = NodeWorkers(pool, self._spawner, self._history)
         self.by_rank = workers.by_rank
         self._respawn = Respawn(self.node, self.state, self._failures, workers, loop, self.timing, self.append)
         self._quarantines = Quarantines(self.node, self.state, self.clock, self._respawn.start_lost, self.append)

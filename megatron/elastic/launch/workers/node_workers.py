@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Activity
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.spawn import Spawner
@@ -18,6 +19,7 @@ class NodeWorkers:
 
     pool: Pool
     spawner: Spawner
+    history: JobHistory
     by_rank: dict[int, Worker] = field(default_factory=dict)
     """The newest worker of each rank that has one which has not ended."""
 
@@ -35,7 +37,7 @@ class NodeWorkers:
 
     def start(self, rank: int, incarnation: int, newcomer: bool) -> None:
         """See :class:`Processes`."""
-        self.by_rank[rank] = self.spawner.start(rank, incarnation, newcomer)
+        self.by_rank[rank] = self.spawner.start(rank, incarnation, newcomer, self.history.ended_in)
 
     def kill(self, rank: int, why: str) -> bool:
         """See :class:`Processes`."""

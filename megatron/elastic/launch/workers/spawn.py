@@ -33,17 +33,19 @@ class Spawner:
         self._prefix = f"mel-{tag}-{members.node}-"
         self._scratch: str | None = None
 
-    def start(self, rank: int, incarnation: int, newcomer: bool) -> Worker:
+    def start(self, rank: int, incarnation: int, newcomer: bool, ended_in: int = -1) -> Worker:
         """Have the zygote fork ``rank`` in its ``incarnation``; returns before it runs.
 
-        ``newcomer``: the job runs already, so the worker will have to be admitted.
+        ``newcomer``: the job runs already, so the worker will have to be admitted. ``ended_in``: of
+        :class:`~megatron.elastic.control.history.JobHistory`.
         """
         self._count += 1
         job = self._job
         mine, theirs = socket.socketpair()
         slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
         worker = Worker(self._count, rank, rank - self._node.ranks[0], incarnation, mine, slot)
-        environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer)), env.SCRATCH: self._scratch_of(worker)}
+        life = {env.NEWCOMER: str(int(newcomer)), env.ENDED_IN: str(ended_in), env.SCRATCH: self._scratch_of(worker)}
+        environ = self._environ(worker) | life
         spec = WorkerSpec.of(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
         out, err = self._logs.open(worker.local_rank)
         self._pool.fork(spec, worker, slot_fd, theirs, out, err)

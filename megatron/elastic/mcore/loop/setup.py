@@ -57,6 +57,7 @@ from megatron.elastic.mcore.loop.evaluation import (
 )
 from megatron.elastic.mcore.loop.first_pass import rehearsed
 from megatron.elastic.mcore.loop.reporter import Reporter
+from megatron.elastic.mcore.loop.way_back import tell
 from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.delayed_scales import delayed_scaling
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
@@ -159,6 +160,7 @@ class Setup:
             settings = get_args()
             settings.rerun_mode = "disabled"
             self._links = open_links(self._config, 60.0 * settings.distributed_timeout_minutes)
+            tell(self._links, settings)
             with as_of_the_launch(self._links.fabric, settings):
                 result = original(*args, **kwargs)
             launch_sizes.pin_sizes()

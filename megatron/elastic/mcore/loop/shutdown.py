@@ -22,8 +22,9 @@ from megatron.elastic.engine.failures import CommunicationFault, NotFinite, Sile
 from megatron.elastic.engine.transaction.agreement import StateLost
 from megatron.elastic.mcore.checkpoint.save_points import step_to_go_back_to
 from megatron.elastic.mcore.loop.setup import Setup
+from megatron.elastic.mcore.loop.way_back import NothingSaved, WayBack
 from megatron.elastic.mcore.patching.patches import Row
-from megatron.elastic.observe.event_kinds import EndEvent, RecoveryEvent
+from megatron.elastic.observe.event_kinds import EndEvent
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.runtime.start import JobGone
 from megatron.elastic.state.certificate import CertificateError
@@ -46,13 +47,15 @@ class Shutdown:
         return _inside(self._caught, row)
 
     def proven(self, row: Row) -> Row:
-        """Return a row for functions before the first step, where only a failed certificate ends the job."""
-        return _inside(self._certified, row)
+        """Return a row for functions before the first step, where a job ends that cannot begin with its state."""
+        return _inside(self._begun, row)
 
     @contextmanager
-    def _certified(self) -> Iterator[None]:
+    def _begun(self) -> Iterator[None]:
         try:
             yield
+        except NothingSaved as error:
+            self._give_up(ExitCode.STATE_LOST, str(error))
         except CertificateError as error:  # the same on every rank, and again if repeated
             self.leave(ExitCode.DETERMINISTIC, str(error))
 
@@ -125,10 +128,9 @@ class Shutdown:
         step = self._step_to_go_back_to()
         if step is None:
             return
-        back = RecoveryEvent(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
-        lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"
-        self._setup.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
-        self._setup.links.events.write(back)
+        back = WayBack(why, step, version)
+        self._setup.notice(back.line)
+        self._setup.links.events.write(back.event)
         self._begin_anew(code, why)
 
     def _begin_anew(self, code: int, why: str) -> NoReturn:
