@@ -18,16 +18,25 @@ void Group::check_counted(uint64_t generation) const {
   if (counted != generation) throw CommError("group " + name + " was released in an earlier generation");
 }
 
-void Group::run_front(std::unique_lock<std::mutex>& lock) {
+void Group::run_front(Workers& workers, std::unique_lock<std::mutex>& lock) {
   auto work = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
   lock.unlock();
-  work();
-  work = nullptr;  // what it held is let go without the lock
+  Rest rest = work();
   lock.lock();
   busy_ = false;
   if (waiting_ > 0) ran_.notify_all();
+  const bool last = queue_.empty();
+  lock.unlock();
+  if (rest && last) {
+    rest();
+  } else if (rest) {
+    workers.submit(std::move(rest));  // another thread, so that the next piece begins at once
+  }
+  rest = nullptr;
+  work = nullptr;  // what they held is let go without the lock; it may be the last that keeps the workers
+  lock.lock();
 }
 
 // Without the mutex: workers that are stopping run the task in this thread.
@@ -35,13 +44,13 @@ void Group::hand_on(Workers& workers, std::unique_lock<std::mutex>& lock) {
   const bool needed = !busy_ && !scheduled_ && !queue_.empty();
   if (needed) scheduled_ = true;
   lock.unlock();
-  if (needed) workers.submit([self = self_.lock()] { self->drain(); });
+  if (needed) workers.submit([&workers, self = self_.lock()] { self->drain(workers); });
 }
 
-void Group::drain() {
+void Group::drain(Workers& workers) {
   std::unique_lock<std::mutex> lock(mutex_);
   scheduled_ = false;
-  while (!busy_ && !queue_.empty()) run_front(lock);
+  while (!busy_ && !queue_.empty()) run_front(workers, lock);
 }
 
 bool Group::help(Workers& workers, const std::function<bool()>& done, std::chrono::steady_clock::time_point deadline) {
@@ -49,7 +58,7 @@ bool Group::help(Workers& workers, const std::function<bool()>& done, std::chron
   bool in_time = true;
   while (!done() && in_time) {
     if (!busy_ && !queue_.empty()) {
-      run_front(lock);
+      run_front(workers, lock);
       continue;
     }
     ++waiting_;
@@ -85,6 +94,7 @@ void Group::run(Workers& workers, const std::function<void()>& work) {
       guarded();
       std::lock_guard<std::mutex> inner(mutex_);
       ran = true;
+      return Rest();
     });
     lock.unlock();
     help(workers, [&] { return ran; }, std::chrono::steady_clock::time_point::max());
@@ -92,7 +102,7 @@ void Group::run(Workers& workers, const std::function<void()>& work) {
   if (error) std::rethrow_exception(error);
 }
 
-void Group::enqueue(Workers& workers, std::function<void()> work) {
+void Group::enqueue(Workers& workers, std::function<Rest()> work) {
   std::unique_lock<std::mutex> lock(mutex_);
   queue_.push_back(std::move(work));
   hand_on(workers, lock);

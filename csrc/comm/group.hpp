@@ -3,7 +3,9 @@
 // `members` never change; `living` are those of the present generation in the
 // same order. Work on one group runs in the order it was asked for: at once in
 // the caller's thread when nothing is queued, else behind what is. Queued work is
-// run by a worker or by the thread that waits for it, whichever comes first.
+// run by a worker or by the thread that waits for it, whichever comes first. What
+// a piece of work leaves to do (callbacks of its user) is out of turn: it may wait
+// for work that is queued behind, or that it queues itself.
 #pragma once
 
 #include <atomic>
@@ -20,6 +22,9 @@
 namespace elastic::comm {
 
 class Workers;
+
+// What a piece of work leaves to do; empty: nothing.
+using Rest = std::function<void()>;
 
 struct Group {
   uint64_t id = 0;
@@ -39,21 +44,21 @@ struct Group {
   // Runs `work` after everything asked for earlier; returns when it has run. Rethrows.
   void run(Workers& workers, const std::function<void()>& work);
   // Queues `work` (which must not throw) and returns at once.
-  void enqueue(Workers& workers, std::function<void()> work);
+  void enqueue(Workers& workers, std::function<Rest()> work);
   // Runs queued work, or waits for the thread that does, until done() or the deadline; whether it is done.
   bool help(Workers& workers, const std::function<bool()>& done, std::chrono::steady_clock::time_point deadline);
 
  private:
-  void run_front(std::unique_lock<std::mutex>& lock);
+  void run_front(Workers& workers, std::unique_lock<std::mutex>& lock);
   // Gives what is queued to a worker unless another thread runs it already. Unlocks.
   void hand_on(Workers& workers, std::unique_lock<std::mutex>& lock);
-  void drain();
+  void drain(Workers& workers);
   std::mutex mutex_;
   std::condition_variable ran_;
   int waiting_ = 0;
   bool busy_ = false;       // a thread runs work of this group
   bool scheduled_ = false;  // a worker is about to look
-  std::deque<std::function<void()>> queue_;
+  std::deque<std::function<Rest()>> queue_;
   std::weak_ptr<Group> self_;
   friend class Hub;
 };

@@ -80,10 +80,12 @@ TEST(close_ends_the_call_that_runs_and_those_queued_behind_it) {
   group->enqueue(hub.workers(), [&] {
     fails();
     first = true;
+    return Rest();
   });
   group->enqueue(hub.workers(), [&] {
     fails();
     second = true;
+    return Rest();
   });
   auto waiting = std::async(std::launch::async, [&] {
     group->help(hub.workers(), [&] { return first.load(); }, std::chrono::steady_clock::time_point::max());
@@ -93,6 +95,32 @@ TEST(close_ends_the_call_that_runs_and_those_queued_behind_it) {
   CHECK(ends(running) && ends(waiting) && ends(closing));
   for (int i = 0; i < 60000 && !second; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   CHECK(first && second && failed == 3);
+}
+
+// Callbacks of futures are such rests, and a user's may wait for any later operation.
+TEST(what_work_leaves_to_do_may_wait_for_work_behind_it_and_for_its_own) {
+  auto hub = Hub::make(alone());
+  const GroupPtr group = hub->group("g", {0});
+  std::promise<void> behind, own, all;
+  std::shared_future<void> behind_ran = behind.get_future(), own_ran = own.get_future();
+  group->enqueue(hub->workers(), [&]() -> Rest {
+    return [&] {
+      group->enqueue(hub->workers(), [&] {
+        own.set_value();
+        return Rest();
+      });
+      behind_ran.wait();
+      own_ran.wait();
+      all.set_value();
+    };
+  });
+  group->enqueue(hub->workers(), [&] {
+    behind.set_value();
+    return Rest();
+  });
+  auto done = all.get_future();
+  CHECK(ends(done));
+  hub->close();
 }
 
 // As the task of an asynchronous collective does, when the caller forgets everything else.

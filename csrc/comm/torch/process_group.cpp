@@ -137,7 +137,7 @@ WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs
     } catch (...) {
       error = std::current_exception();
     }
-    work->end(error);
+    return work->end(error);
   });
   if (coalescing_) coalesced_.push_back(work);
   return work;
@@ -164,7 +164,7 @@ WorkPtr ElasticProcessGroup::endCoalescing(c10::DeviceType) {
         if (!error) error = std::current_exception();
       }
     }
-    all->end(error);
+    if (auto rest = all->end(error)) rest();
   });
   return all;
 }

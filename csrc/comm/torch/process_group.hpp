@@ -147,6 +147,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, const Tensors& inputs, std::function<void()> body,
                  std::shared_ptr<std::atomic<bool>> awaited = nullptr);
   WorkPtr message(WorkPtr work);
+  // Runs callbacks of futures in a worker.
+  std::function<void(Rest)> aside() const;
   WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   std::vector<Part> parts_of_blocks(const View& view, const at::Tensor& flat, const Blocks& blocks) const;
 

@@ -246,13 +246,24 @@ WorkPtr ElasticProcessGroup::message(WorkPtr work) {
   return work;
 }
 
+std::function<void(Rest)> ElasticProcessGroup::aside() const {
+  return [kept = std::weak_ptr<Hub>(hub_)](Rest rest) {
+    if (auto hub = kept.lock()) {
+      hub->workers().submit(std::move(rest));
+    } else {
+      rest();
+    }
+  };
+}
+
 WorkPtr ElasticProcessGroup::send(Tensors& tensors, int to, int tag) {
   const View v = view();
   const at::Tensor data = readable(single(tensors));
   auto request = send_to(call(v, c10d::kUnsetTimeout), v.global(to), uint64_t(uint32_t(tag)), data.data_ptr(),
                          bytes_of(data), std::make_shared<at::Tensor>(data));
-  return message(c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data}, tensors,
-                                                  timeout_.load(), nullptr, [](int) { return -1; }));
+  return message(c10::make_intrusive<RequestWork>(
+      c10d::OpType::SEND, std::move(request), Tensors{data}, tensors, timeout_.load(), nullptr, [](int) { return -1; },
+      aside()));
 }
 
 WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
@@ -262,7 +273,7 @@ WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
                               bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
   return message(c10::make_intrusive<RequestWork>(
       c10d::OpType::RECV, std::move(request), Tensors{w.flat}, tensors, timeout_.load(), [w] { w.store(); },
-      [v](int global) { return v.rank_of(global); }));
+      [v](int global) { return v.rank_of(global); }, aside()));
 }
 
 WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
@@ -272,7 +283,7 @@ WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
                                   bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
   return message(c10::make_intrusive<RequestWork>(
       c10d::OpType::RECVANYSOURCE, std::move(request), Tensors{w.flat}, tensors, timeout_.load(), [w] { w.store(); },
-      [v](int global) { return v.rank_of(global); }));
+      [v](int global) { return v.rank_of(global); }, aside()));
 }
 
 }  // namespace elastic::comm

@@ -79,14 +79,12 @@ void ElasticWork::mark(c10::ivalue::Future& future, const std::exception_ptr& er
   }
 }
 
-void ElasticWork::end(std::exception_ptr error) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
+Rest ElasticWork::end(std::exception_ptr error) {
   finish(error);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    future = future_;
-  }
-  if (future) mark(*future, error);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!future_) return nullptr;
+  auto self = c10::intrusive_ptr<ElasticWork>::reclaim_copy(this);
+  return [self, future = future_, error] { self->mark(*future, error); };
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> ElasticWork::getFuture() {
@@ -94,8 +92,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ElasticWork::getFuture() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
-    future_ = future;
-    if (!completed_) return future_;  // end() marks it
+    if (!completed_) return future_ = future;  // end() has it marked
   }
   mark(*future, exception_);
   return future;
@@ -103,13 +100,14 @@ c10::intrusive_ptr<c10::ivalue::Future> ElasticWork::getFuture() {
 
 RequestWork::RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors,
                          const std::vector<at::Tensor>& inputs, double timeout, std::function<void()> finish,
-                         std::function<int(int)> rank_of)
+                         std::function<int(int)> rank_of, std::function<void(Rest)> aside)
     : Work(-1, op, title_of(op), inputs),
       request_(std::move(request)),
       tensors_(std::move(tensors)),
       seconds_(timeout),
       finish_(std::move(finish)),
-      rank_of_(std::move(rank_of)) {}
+      rank_of_(std::move(rank_of)),
+      aside_(std::move(aside)) {}
 
 void RequestWork::settle(double timeout) {
   std::exception_ptr error;
@@ -159,13 +157,16 @@ int RequestWork::sourceRank() const {
 c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture() {
   auto future = make_tensors_future();
   auto self = c10::intrusive_ptr<RequestWork>::reclaim_copy(this);
+  // The thread that ends the message may be one that all others wait for.
   request_->on_end([future, self] {
-    self->settle(0);
-    if (auto error = self->exception()) {
-      future->setError(error);
-    } else {
-      future->markCompleted(c10::IValue(self->tensors_));
-    }
+    self->aside_([future, self] {
+      self->settle(0);
+      if (auto error = self->exception()) {
+        future->setError(error);
+      } else {
+        future->markCompleted(c10::IValue(self->tensors_));
+      }
+    });
   });
   return future;
 }

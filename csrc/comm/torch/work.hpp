@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "../group.hpp"
 #include "../p2p.hpp"
 
 namespace elastic::comm {
@@ -28,7 +29,8 @@ class ElasticWork : public c10d::Work {
 
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  void end(std::exception_ptr error);  // Once.
+  // Once. Returns what its futures' callbacks are run by, if it has any: they may wait for later work of the group.
+  Rest end(std::exception_ptr error);
   void abort() override {}
 
  private:
@@ -43,10 +45,10 @@ class ElasticWork : public c10d::Work {
 class RequestWork : public c10d::Work {
  public:
   // `tensors` are the ones that travel, `inputs` the caller's. `finish` runs once after success, in the waiting thread
-  // (copying into a non-contiguous tensor).
+  // (copying into a non-contiguous tensor). Callbacks of futures are run by `aside`, in a thread that may wait.
   RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors,
               const std::vector<at::Tensor>& inputs, double timeout, std::function<void()> finish,
-              std::function<int(int)> rank_of);
+              std::function<int(int)> rank_of, std::function<void(Rest)> aside);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -64,6 +66,7 @@ class RequestWork : public c10d::Work {
   double seconds_;
   std::function<void()> finish_;
   std::function<int(int)> rank_of_;
+  std::function<void(Rest)> aside_;
   std::mutex settle_mutex_;
   bool settled_ = false;
 };

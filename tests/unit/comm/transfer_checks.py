@@ -130,6 +130,46 @@ def a_receive_with_a_future_is_waited_for(here: Here, fabric: Fabric) -> None:
         dist.send(values(1, 4, torch.float32).view(2, 2), dst=0, tag=3)
 
 
+def callbacks_of_futures_wait_for_what_is_called_in_them(here: Here, fabric: Fabric) -> None:
+    """As those of torch's PowerSGD hook for DDP do, here in four callbacks of which each one begins the next."""
+    sums: list[float] = []
+
+    def added_up(depth: int) -> torch.Tensor:
+        work = dist.all_reduce(tensor := torch.ones(3), async_op=True)
+        future = work.get_future().then(lambda _: added_up(depth - 1) if depth else None)
+        future.wait()
+        sums.append(float(tensor[0]))
+        return tensor
+
+    added_up(4)
+    assert sums == 5 * [4.0]
+
+
+def they_wait_for_what_is_queued_behind(here: Here, fabric: Fabric) -> None:
+    """Also those of a message, which end in whichever thread takes it in."""
+    seen: list[float] = []
+    if here.rank == 3:
+        time.sleep(0.2)  # the others have queued everything by then
+    tensors = [torch.full((COUNT,), float(number)) for number in range(4)]
+    other, received = here.rank ^ 1, torch.zeros(3)
+    message = dist.irecv(received, src=other, tag=7)
+    assert message is not None
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    futures = [work.get_future() for work in works]
+
+    def look(number: int) -> None:
+        futures[-1].wait()
+        seen.append(float(tensors[number][0]))
+
+    waiting = [futures[0].then(lambda _: look(0)), futures[1].then(lambda _: look(1))]
+    waiting.append(message.get_future().then(lambda _: look(2)))
+    sent = dist.isend(values(here.rank, 3, torch.float32), dst=other, tag=7)
+    for future in waiting:
+        future.wait()
+    assert sent is not None and sent.wait() and sorted(seen) == [0.0, 4.0, 8.0]
+    same(received, values(other, 3, torch.float32), "received")
+
+
 CHECKS: tuple[Check, ...] = (
     messages_of_all_come_once_and_in_order,
     sums_are_over_all_ranks_whatever_was_summed_before,
@@ -139,6 +179,8 @@ LINK_CHECKS: tuple[Check, ...] = (
     come_waits_for_nothing,
     an_edit_ends_a_wait,
     a_receive_with_a_future_is_waited_for,
+    callbacks_of_futures_wait_for_what_is_called_in_them,
+    they_wait_for_what_is_queued_behind,
 )
 
 # -- loans ---------------------------------------------------------------------
