@@ -246,6 +246,16 @@ def check_a_stream_that_does_not_wait_for_another_reads_too_early() -> None:
             seen.record_stream(standin.current_stream())
 
 
+def check_a_full_stream_makes_room_for_a_thread_that_holds_the_interpreters_lock() -> None:
+    """As torch.Stream.wait_stream does, here behind copies of memory that Python has too."""
+    side, target = torch.Stream("standin"), torch.zeros(4, device="standin")
+    for source in [torch.ones(4).pin_memory() for _ in range(1500)]:  # more than a stream holds
+        target.copy_(source, non_blocking=True)
+        for _ in range(2):  # so that room for one of them is that of a copy
+            side.wait_stream(torch.accelerator.current_stream())
+    assert target.tolist() == [1.0] * 4
+
+
 def check_an_event_is_reached_when_its_stream_is() -> None:
     begin, end = standin.Event(enable_timing=True), standin.Event(enable_timing=True)
     begin.record()

@@ -371,7 +371,9 @@ void upload(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
                       from.is_contiguous() && is_pinned(from.const_data_ptr());
   if (non_blocking && from.numel() && !is_pinned(from.const_data_ptr())) ++unpinned_copies;
   // Pageable memory is staged by the driver before the call returns; pinned memory is read when the copy runs.
-  const at::Tensor source = direct ? from : from.clone();
+  // Not the tensor that Python has: to let go of that one a stream would wait for the interpreter's lock, which a thread
+  // may hold that waits for room in the stream, as torch.Stream.wait_stream does.
+  const at::Tensor source = direct ? from.detach() : from.clone();
   const std::uint64_t position = queue.push([source, target = bytes_of(to)] {
     const at::NoGradGuard no_grad;
     target.copy_(source);
