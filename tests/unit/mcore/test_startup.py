@@ -16,6 +16,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet
 from megatron.elastic.mcore.patching.startup import Startup
 from megatron.elastic.platform.cpu import CpuPlatform
@@ -65,6 +66,15 @@ def test_pipeline_outputs_are_kept_until_an_asynchronous_send_has_read_them(rows
     )
     config = made(7)
     assert (config.deallocate_pipeline_outputs, config.batch_p2p_sync, config.kept) == (False, False, 7)
+
+
+@pytest.mark.parametrize("error", [ValueError, AssertionError, NotImplementedError])
+def test_a_configuration_that_megatron_refuses_is_bad_input(rows: dict[str, Patch], error: type[Exception]) -> None:
+    def refused(args: object) -> None:
+        raise error("only one of\n the two")
+
+    with pytest.raises(BadInput, match=r"^only one of the two$"):
+        rows["core_transformer_config_from_args"].make(refused)(7)
 
 
 def test_split_sizes_are_a_list_of_numbers_on_every_device(rows: dict[str, Patch]) -> None:

@@ -367,7 +367,8 @@ def _making_for_this_python() -> Iterator[None]:
 def _make_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def core_transformer_config_from_args(*args: Any, **kwargs: Any) -> Any:
-        config = original(*args, **kwargs)
+        with translated(ValueError, NotImplementedError):
+            config = original(*args, **kwargs)
         config.deallocate_pipeline_outputs = False
         config.batch_p2p_sync = False
         return config
