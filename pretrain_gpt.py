@@ -42,7 +42,7 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.elastic.mcore.args.bad_input import translated
+from megatron.elastic.mcore.args.bad_input import BadInput, translated
 from megatron.elastic.mcore.args.preflight import check_tokens, check_validation, sequences_per_dataset
 from megatron.elastic.mcore.patching.compat import batch_on_this_rank, packed_batch_on_this_rank, predicts_here, run
 
@@ -52,11 +52,19 @@ SPIKE = 10
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
+def check_model(args: Namespace) -> None:
+    """Raise :class:`BadInput` for flags of models that this script does not build."""
+    if args.hybrid_layer_pattern is not None:
+        raise BadInput("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
+    if args.position_embedding_type == "mrope":
+        raise BadInput("--position-embedding-type mrope: a token of this script has one position, not three: use rope")
+    if getattr(args, "vision_pretraining", False) and args.vision_pretraining_type == "dino":
+        raise BadInput("--vision-pretraining-type dino: this script builds GPT models only; leave it out")
+
+
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """Return the modules of a layer: Transformer Engine's if requested, else megatron.core's own."""
     transformer_engine = args.transformer_impl == "transformer_engine"
-    if args.hybrid_layer_pattern is not None:
-        raise ValueError("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
     if args.spec is not None:
         return import_module(args.spec)
     if getattr(config, "heterogeneous_block_specs", False):
@@ -100,6 +108,7 @@ def model_provider(
 ) -> GPTModel:
     """Return this rank's part of the model. ``pre_process``: with the embedding; ``post_process``: with the head."""
     args = get_args()
+    check_model(args)
     config = config or core_transformer_config_from_args(args)
     spec = layer_spec(args, config, vp_stage)
     mtp_spec = None
