@@ -47,7 +47,7 @@ def losses_of(example: Example) -> tuple[tuple[str, ...], tuple[str, ...]]:
     machine = substitutions.Installed.detect(PLATFORM)
     unused = substitutions.substitute(args, machine, substitutions.ELASTIC_ROWS)
     given = {word.partition("=")[0] for word in words}
-    return refused, tuple(change.row.flag for change in unused if change.row.flag in given)
+    return refused, tuple(change.row.flag for change in unused if change.row.flag.split()[0] in given)
 
 
 def _parsed(words: Sequence[str], ranks: int) -> Namespace:

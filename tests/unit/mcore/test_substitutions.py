@@ -148,6 +148,51 @@ def test_tuning_flags_are_taken_out_under_elastic_only_where_they_say_something(
     assert not args.delay_wgrad_compute and args.rerun_mode == "disabled"
 
 
+@pytest.mark.parametrize(
+    ("attribute", "asked", "used"),
+    [
+        ("moe_token_dispatcher_type", "flex", "alltoall"),
+        ("moe_enable_deepep", True, False),
+        ("symmetric_ar_type", "two_shot", None),
+        ("sharp_enabled_group", "dp", None),
+        ("high_priority_stream_groups", ["dp"], []),
+    ],
+)
+def test_what_only_kernels_of_a_gpu_can_do_is_substituted(attribute: str, asked: Any, used: Any) -> None:
+    args = Namespace(**{attribute: asked})
+    assert len(substitute(args, CPU)) == 1 and getattr(args, attribute) == used
+    there = Namespace(**{attribute: asked})
+    assert substitute(there, GPU) == () and getattr(there, attribute) == asked
+
+
+def test_another_dispatcher_stays_on_a_cpu() -> None:
+    assert substitute(Namespace(moe_token_dispatcher_type="allgather", moe_enable_deepep=False), CPU) == ()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "asked", "used"),
+    [
+        ("moe_token_dispatcher_type", "flex", "alltoall"),
+        ("moe_enable_deepep", True, False),
+        ("tp_comm_overlap", True, False),
+        ("symmetric_ar_type", "two_shot", None),
+        ("ep_overlap_early_attn_memory_release", True, False),
+        ("wgrad_deferral_limit", 2, 0),
+        ("align_grad_reduce", False, True),
+        ("align_param_gather", False, True),
+        ("high_priority_stream_groups", ["dp"], []),
+        ("mtp_standalone", True, False),
+        ("ddp_reduce_scatter_with_fp32_accumulation", True, False),
+        ("ddp_param_name_patterns_for_fp32_local_accumulation", ["*"], []),
+        ("flight_recorder_dump_path", "there", None),
+    ],
+)
+def test_what_tunes_megatrons_own_step_is_taken_out_under_elastic(attribute: str, asked: Any, used: Any) -> None:
+    args = Namespace(**{attribute: asked})
+    assert len(substitute(args, GPU, ELASTIC_ROWS)) == 1 and getattr(args, attribute) == used
+    assert substitute(args, GPU, ELASTIC_ROWS) == ()
+
+
 def test_checkpoints_fit_any_size_under_elastic_where_the_optimizer_is_distributed() -> None:
     """Megatron's default form fits one data-parallel size: a rank's state would have no place after a loss."""
     for distributed in (True, False):

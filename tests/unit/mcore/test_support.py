@@ -19,6 +19,7 @@ from tests.unit.mcore.arguments_of_a_run import EXPERTS, plain
 ROOT = Path(__file__).resolve().parents[3]
 
 
+PREDICTS = {"mtp_num_layers": 1, "position_embedding_type": "rope", "pipeline_model_parallel_size": 1}
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--hybrid-context-parallel", {"hybrid_context_parallel": True}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
@@ -42,6 +43,16 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--moe-router-force-load-balancing", {"moe_router_force_load_balancing": True}),
     ("--moe-router-force-biased", {"moe_router_force_biased": 0.0}),
     ("--fake-process-group", {"fake_process_group": True}),
+    ("--mrope-section", {"position_embedding_type": "mrope"}),
+    ("--use-legacy-models", {"use_legacy_models": True}),
+    ("--vision-pretraining", {"vision_pretraining": True, "vision_pretraining_type": "dino"}),
+    ("--te-precision-config-file", {"te_precision_config_file": "types.yaml"}),
+    ("--kitchen-config-file", {"kitchen_config_file": "types.yaml"}),
+    ("--kitchen-recipe-number", {"kitchen_recipe_number": 0}),
+    ("--batch-invariant-mode", {"batch_invariant_mode": True}),
+    ("--inference-rng-tracker", {"inference_rng_tracker": True}),
+    ("--mtp-hybrid-override-pattern", {"mtp_hybrid_override_pattern": "M", **PREDICTS}),
+    ("--ckpt-convert-update-legacy-dist-opt-format", {"ckpt_convert_update_legacy_dist_opt_format": True}),
 ]
 
 
@@ -68,6 +79,8 @@ PASSES: list[dict[str, Any]] = [
     {"rampup_batch_size": [8, 8, 100]},
     {"step_batch_size_schedule": "0:8"},
     {"num_virtual_stages_per_pipeline_rank": 2},
+    {"mtp_hybrid_override_pattern": "M"},
+    {"vision_pretraining": True, "vision_pretraining_type": "classify"},
 ]
 
 
@@ -112,7 +125,6 @@ def test_ranks_may_share_the_sequence_on_a_cpu_with_elastic(more: dict[str, Any]
     [
         ({"multi_latent_attention": True}, ElasticConfig(), "--multi-latent-attention"),
         ({"window_size": (8, 0)}, ElasticConfig(), "--window-size"),
-        ({"position_embedding_type": "mrope"}, ElasticConfig(), "--position-embedding-type mrope"),
         ({"sequence_parallel": True, "seq_length": 34}, ElasticConfig(), "multiple of 4"),
         ({"micro_batch_size": 1}, ElasticConfig(exact=True), "--elastic-exact"),
         ({}, ElasticConfig(policy="torchft"), "--elastic-policy torchft"),
@@ -191,9 +203,9 @@ def test_the_flag_that_was_given_is_the_one_named() -> None:
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:
-    words = ["--micro-batch-size", "2", "--onnx-safe", "--some-future-flag=3", "--elastic-mirrors", "2"]
+    words = ["--micro-batch-size", "2", "--another-one", "--some-future-flag=3", "--elastic-mirrors", "2"]
     (warning,) = check(plain(), ElasticConfig(), "cpu", words)
-    assert warning.endswith("--onnx-safe, --some-future-flag")
+    assert warning.endswith("--another-one, --some-future-flag")
 
 
 def test_each_of_the_most_used_flags_is_classified() -> None:
@@ -215,6 +227,16 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--check-for-large-grads", "honoured", "no effect"),
         ("--empty-unused-memory-level", "honoured", "no effect"),
         ("--attention-output-gate", "honoured", "honoured"),
+        ("--flight-recorder-trace-buffer-size", "honoured", "no effect"),
+        ("--disable-flight-recorder-dump-on-timeout", "honoured", "no effect"),
+        ("--inprocess-hard-timeout", "honoured", "refused"),
+        ("--fim-fragment-rate", "honoured", "refused"),
+        ("--fp8-interval", "refused", "honoured"),
+        ("--moe-hybridep-num-sms", "substituted", "no effect"),
+        ("--rl-skip-bos-token", "no effect", "no effect"),
+        ("--no-rl-skip-bos-token", "no effect", "no effect"),
+        ("--checkpoint-activations", "refused", "refused"),
+        ("--no-position-embedding", "honoured", "honoured"),
     ],
 )
 def test_classes(flag: str, cpu: str, elastic: str) -> None:

@@ -107,7 +107,6 @@ def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], words
         ({}, ElasticConfig(policy="recycle"), "cpu", "--elastic-policy recycle"),
         ({"transformer_impl": "transformer_engine"}, ElasticConfig(), "cuda", "--transformer-impl local"),
         ({"moe_grouped_gemm": True}, ElasticConfig(), "cuda", "--moe-grouped-gemm .* leave it out"),
-        ({"moe_token_dispatcher_type": "flex"}, ElasticConfig(), "cuda", "--moe-token-dispatcher-type flex"),
     ],
 )
 def test_shared_experts_that_do_not_hold_are_refused(

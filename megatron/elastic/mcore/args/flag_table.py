@@ -17,7 +17,7 @@ MOE = (
     "--moe-router-pre-softmax", "--moe-router-score-function", "--moe-router-topk-scaling-factor",
     "--moe-router-num-groups", "--moe-router-group-topk", "--moe-expert-capacity-factor", "--moe-token-drop-policy",
     "--moe-pad-expert-input-to-capacity", "--moe-router-bias-update-rate", "--moe-layer-recompute",
-    "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu",
+    "--moe-apply-probs-on-input", "--use-fused-weighted-squared-relu", "--moe-enable-routing-replay",
 )
 # fmt: on
 
@@ -58,7 +58,8 @@ _MODEL = (
     "--untie-embeddings-and-output-weights", "--disable-bias-linear", "--add-qkv-bias", "--normalization",
     "--norm-epsilon", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu", "--quick-geglu",
     "--attention-softmax-in-fp32", "--apply-query-key-layer-scaling", "--init-method-std",
-    "--init-method-xavier-uniform", "--window-size", "--softmax-type", "--spec", "--use-mcore-models",
+    "--is-hybrid-model", "--no-initialization", "--init-model-with-meta-device",
+    "--window-size", "--softmax-type", "--spec", "--use-mcore-models",
     "--cross-entropy-loss-fusion", "--hidden-dropout", "--attention-dropout", "--fp32-residual-connection",
     "--accumulate-allreduce-grads-in-fp32", "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
@@ -102,6 +103,9 @@ _DATA = (
     "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-rate", "--fim-spm-rate",
     "--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap", "--per-dataset-sequences-path",
     "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens", "--object-storage-cache-path",
+    "--tokenizer-metadata", "--tokenizer-special-tokens", "--tiktoken-special-tokens",
+    "--tokenizer-hf-use-fast", "--tokenizer-hf-include-special-tokens",
+    "--tokenizer-hf-no-use-fast", "--tokenizer-hf-no-include-special-tokens", "--trust-remote-code",
 )
 # fmt: on
 
@@ -116,7 +120,9 @@ _CHECKPOINTS = (
     "--persistent-save-interval", "--non-persistent-save-interval", "--non-persistent-global-ckpt-dir", "--ckpt-step",
     "--dist-ckpt-workers", "--dist-ckpt-save-pre-mcore-014", "--distrib-optim-fully-reshardable-mem-efficient",
     "--use-dist-ckpt", "--dist-ckpt-format", "--ckpt-fully-parallel-save-process-group",
-    "--ckpt-fully-parallel-load-exchange-algo", "--async-ckpt-cpu-priority",
+    "--ckpt-fully-parallel-load-exchange-algo", "--async-ckpt-cpu-priority", "--async-ckpt-io-priority",
+    "--ckpt-fully-parallel-load-process-group", "--load-main-params-from-ckpt", "--use-mp-args-from-checkpoint-args",
+    "--no-use-tokenizer-model-from-checkpoint-args",
 )
 # fmt: on
 
@@ -137,7 +143,7 @@ _LOOP = (
     "--disable-log-loss-scale-to-tensorboard", "--no-barrier-with-level-1-timing", "--logging-level",
     "--run-workload-inspector-server", "--memory-snapshot-path", "--app-tag-run-name", "--app-tag-run-version",
     "--enable-experimental", "--disable-msc", "--one-logger-project", "--one-logger-run-name", "--one-logger-async",
-    "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack",
+    "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack", "--pytorch-profiler-collect-chakra",
 )
 # fmt: on
 

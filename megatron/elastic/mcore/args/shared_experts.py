@@ -58,5 +58,3 @@ def faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[st
         yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
     if platform != "cpu" and getattr(args, "moe_grouped_gemm", False):
         yield f"--moe-grouped-gemm keeps the experts of a rank in one weight, which {size} deals out: leave it out"
-    if getattr(args, "moe_token_dispatcher_type", "") == "flex":
-        yield f"--moe-token-dispatcher-type flex with {size}: --elastic has a dispatcher of its own, use alltoall"

@@ -59,7 +59,9 @@ _TE = "transformer_engine"
 _GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
 _NVRX = "nvidia_resiliency_ext"
-_CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KERNELS})
+_DEEPEP = "deep_ep"
+"""The package of DeepEP and HybridEP."""
+_CUDA_ONLY = frozenset({_TE, _DEEPEP, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KERNELS})
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,11 @@ ROWS: tuple[Rule, ...] = (
     _switch("moe_permute_fusion", "--moe-permute-fusion", (_TE,), _LEAVE_OUT,
             "Transformer Engine's kernel is not here"),
     _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
+    Rule("moe_token_dispatcher_type", "--moe-token-dispatcher-type flex", (_DEEPEP,), _is("flex"), "alltoall",
+        "--moe-token-dispatcher-type alltoall", "the kernels of DeepEP and HybridEP are not here: same mathematics"),
+    _switch("moe_enable_deepep", "--moe-enable-deepep", (_DEEPEP,), _LEAVE_OUT, "DeepEP's kernels are not here"),
+    Rule("symmetric_ar_type", "--symmetric-ar-type", (_TE,), _on, None, _LEAVE_OUT,
+        "Transformer Engine's sums in symmetric memory are not here"),
     _switch("tp_comm_overlap", "--tp-comm-overlap", (_TE,), _LEAVE_OUT,
             "Transformer Engine's overlap of matrix products and tensor-parallel communication needs GPUs"),
     Rule("cp_comm_type", "--cp-comm-type", (_TE,), lambda value: bool(value) and set(value) != {"all_gather"},
@@ -185,6 +192,10 @@ ROWS: tuple[Rule, ...] = (
             "activations are in host memory already"),
     _switch("nccl_ub", "--use-nccl-ub", ("cuda",), _LEAVE_OUT, "NCCL user buffers need GPUs"),
     _switch("use_sharp", "--use-sharp", ("cuda",), _LEAVE_OUT, "SHARP reductions are NCCL's"),
+    Rule("sharp_enabled_group", "--sharp-enabled-group", ("cuda",), _on, None, _LEAVE_OUT,
+        "SHARP reductions are NCCL's"),
+    Rule("high_priority_stream_groups", "--high-priority-stream-groups", ("cuda",), _on, [], _LEAVE_OUT,
+        "streams with a priority are a GPU's"),
     Rule("nccl_communicator_config_path", "--nccl-communicator-config-path", ("cuda",), _on, None, _LEAVE_OUT,
         "there is no NCCL communicator to configure"),
     _switch("use_ring_exchange_p2p", "--use-ring-exchange-p2p", ("cuda",), _LEAVE_OUT,
@@ -202,6 +213,8 @@ _STEP = "megatron's own step"
 
 _BUFFERS = "tunes Megatron's gradient buffers; the engine has its own"
 _OVERLAP = "overlaps Megatron's own collectives; the engine has its own schedule"
+_IN_FP32 = "gradients are summed in fp32 in any case"
+_LAUNCHED = "its memory is shared by the groups of the launch, which change when a rank is lost; same mathematics"
 
 
 def _unused(attribute: str, flag: str, reason: str) -> Rule:
@@ -217,6 +230,19 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
     _unused("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OVERLAP),
     _unused("moe_shared_expert_overlap", "--moe-shared-expert-overlap", _OVERLAP),
+    _unused("ep_overlap_early_attn_memory_release", "--ep-overlap-early-attn-memory-release", _OVERLAP),
+    Rule("wgrad_deferral_limit", "--wgrad-deferral-limit", (_STEP,), _on, 0, _LEAVE_OUT, _OVERLAP),
+    Rule("align_grad_reduce", "--no-align-grad-reduce", (_STEP,), _off, True, _LEAVE_OUT, _OVERLAP),
+    Rule("align_param_gather", "--no-align-param-gather", (_STEP,), _off, True, _LEAVE_OUT, _OVERLAP),
+    _unused("tp_comm_overlap", "--tp-comm-overlap", _LAUNCHED),
+    Rule("symmetric_ar_type", "--symmetric-ar-type", (_STEP,), _on, None, _LEAVE_OUT, _LAUNCHED),
+    Rule("moe_token_dispatcher_type", "--moe-token-dispatcher-type flex", (_STEP,), _is("flex"), "alltoall",
+        "--moe-token-dispatcher-type alltoall", _LAUNCHED),
+    _unused("moe_enable_deepep", "--moe-enable-deepep", _LAUNCHED),
+    Rule("high_priority_stream_groups", "--high-priority-stream-groups", (_STEP,), _on, [], _LEAVE_OUT,
+        "sets streams of Megatron's own groups; the engine has its own"),
+    _unused("mtp_standalone", "--mtp-standalone",
+            "makes Megatron's own stages exchange shapes; the engine's know them"),
     Rule("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
         lambda value: value is not None, None, _LEAVE_OUT,
         "orders Megatron's interleaved schedule; the engine's has Megatron's default, groups of the pipeline's size"),
@@ -225,6 +251,9 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
     _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
     Rule("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    _unused("ddp_reduce_scatter_with_fp32_accumulation", "--ddp-reduce-scatter-with-fp32-accumulation", _IN_FP32),
+    Rule("ddp_param_name_patterns_for_fp32_local_accumulation",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation", (_STEP,), _on, [], _LEAVE_OUT, _IN_FP32),
     _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
     _unused("grad_reduce_in_bf16", "--grad-reduce-in-bf16",
             "gradients are summed in fp32, as without this flag: exact sums, twice the bytes"),
@@ -273,6 +302,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
             "waits for all ranks when one gets a signal; SIGTERM drains the job in any case"),
     _unused("check_for_large_grads", "--check-for-large-grads",
             "looks at Megatron's gradient buffers; the engine checks its own for numbers that are not finite"),
+    Rule("flight_recorder_dump_path", "--flight-recorder-dump-path", (_STEP,), _on, None, _LEAVE_OUT,
+        "records NCCL's groups, which the engine does not use; --elastic-event-log has what its ranks did"),
     _unused("log_straggler", "--log-straggler",
             "times Megatron's own step, which --elastic replaces; ranks are measured in any case"),
     _unused("log_energy", "--log-energy",
