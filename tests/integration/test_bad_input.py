@@ -81,6 +81,11 @@ CASES = (
          ("--tokenizer-model {good}.bin: the tokenizer cannot be loaded (RuntimeError: ",)),
     Case("megatrons-own-check", 1, "--mock-data --weight-decay-incr-style linear",
          ("args.start_weight_decay is not None",)),
+    Case("no-longer", 2, "--mock-data --checkpoint-activations", ("--checkpoint-activations", "--recompute-activ")),
+    Case("no-values", 2, "--mock-data --init-model-with-meta-device", ("--init-model-with-meta-device", "--load")),
+    Case("another-model", 2, "--mock-data --position-embedding-type mrope --mrope-section 1 1 2", ("use rope",)),
+    Case("configuration", 2, "--mock-data --disable-bias-linear --num-experts 2 --moe-router-topk 1",
+         ("--moe-router-pre-softmax when topk is 1",)),
 )
 # fmt: on
 

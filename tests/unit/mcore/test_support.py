@@ -43,6 +43,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--moe-router-force-load-balancing", {"moe_router_force_load_balancing": True}),
     ("--moe-router-force-biased", {"moe_router_force_biased": 0.0}),
     ("--fake-process-group", {"fake_process_group": True}),
+    ("--rl-use-sequence-packing", {"rl_use_sequence_packing": True}),
     ("--mrope-section", {"position_embedding_type": "mrope"}),
     ("--use-legacy-models", {"use_legacy_models": True}),
     ("--vision-pretraining", {"vision_pretraining": True, "vision_pretraining_type": "dino"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ REFUSED: list[tuple[str, Given, Given, str]] = [
         {"cache_mla_latents": True},
         "leave it out",
     ),
+    ("--heterogeneous-layers-config-path", {"heterogeneous_layers_config_path": "no/such.json"}, {}, "give another"),
     ("--tokenizer-sentencepiece-legacy", {"tokenizer_sentencepiece_legacy": True}, {}, "leave it out"),
     ("--inference-fuse-tp-communication", {FUSED: True}, {FUSED: False}, "leave it out"),
     (
@@ -104,6 +106,19 @@ def test_weights_may_come_from_a_checkpoint(tmp_path: Path, given: Given) -> Non
         check(args, ElasticConfig(), "cpu", [])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     check(args, ElasticConfig(), "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [("{}", False), ("[1]", False), ("{", False), ('{"hidden_act": "silu", "block_configs": []}', True)],
+)
+@pytest.mark.parametrize("encoded", [False, True])
+def test_the_shapes_of_layers_are_read(tmp_path: Path, text: str, fits: bool, encoded: bool) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("" if encoded else text)  # Megatron reads the text that it has
+    given = {"heterogeneous_layers_config_path": str(path), SHAPES: text if encoded else None}
+    with nullcontext() if fits else pytest.raises(BadInput, match="--heterogeneous-layers-config-path names no JSON"):
+        check(plain(elastic=False, **given), ElasticConfig(), "cpu", [])
 
 
 @pytest.mark.parametrize("fsdp", ["use_torch_fsdp2", "use_megatron_fsdp"])

@@ -54,7 +54,6 @@ TUNED: Mapping[str, tuple[str, ...]] = {
         "--fim-split-sample", "--fim-fragment-rate", "--fim-no-prefix", "--fim-prefix-token", "--fim-middle-token",
         "--fim-suffix-token", "--fim-pad-token", "--fim-eod-token",
     ),
-    "--perform-rl-step": ("--rl-use-sequence-packing",),
     "--sft": ("--sft-tokenizer-prompt-format",),
     "--adlr-autoresume": ("--adlr-autoresume-interval",),
     "--enable-ft-package": ("--calc-ft-timeouts", "--ft-num-warmup-iters"),

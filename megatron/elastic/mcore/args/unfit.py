@@ -6,6 +6,7 @@ values. Each function of a row looks at parsed arguments that are not yet valida
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,18 @@ def _shapes_from_text(args: Namespace) -> bool:
     return given is not None and getattr(args, "heterogeneous_layers_config_path", None) is None
 
 
+def _unreadable_shapes(args: Namespace) -> bool:
+    """Return whether the shapes of layers are in no file, or not as Megatron reads them."""
+    path = getattr(args, "heterogeneous_layers_config_path", None)
+    if path is None:
+        return False
+    try:
+        found = json.loads(getattr(args, "heterogeneous_layers_config_encoded_json", None) or Path(path).read_text())
+    except (OSError, ValueError):
+        return True
+    return not (isinstance(found, dict) and {"hidden_act", "block_configs"} <= found.keys())
+
+
 def _pads_for(attribute: str) -> Callable[[Namespace], bool]:
     return lambda args: _set(attribute)(args) and not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
 
@@ -93,6 +106,9 @@ UNFIT: tuple[Unfit, ...] = (
           "makes a tokenizer without a token for the end of a document, which data need: leave it out"),
     Unfit("--heterogeneous-layers-config-encoded-json", _shapes_from_text,
           "alone makes layers of equal shapes: write it to a file, and give --heterogeneous-layers-config-path"),
+    Unfit("--heterogeneous-layers-config-path", _unreadable_shapes,
+          "names no JSON file with hidden_act and block_configs, as a config.json of Hugging Face has: give another",
+          always=False),
     Unfit("--cache-mla-latents", lambda args: _set("cache_mla_latents")(args) and _set("multi_latent_attention")(args),
           _INFERENCE),
     Unfit("--inference-fuse-tp-communication", _trains_on("inference_fuse_tp_communication"), _INFERENCE),
