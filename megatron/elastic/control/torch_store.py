@@ -47,6 +47,20 @@ class TorchStore(dist.Store):
             if self._store.replace(self._prefix + key, present, str(found).encode()):
                 return found
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set ``desired`` if the value is ``expected`` (or none, where that is empty); returns the value then. Atomic.
+
+        As in torch's stores: of a key without a value ``expected`` is returned, unless that is empty.
+        """
+        while True:
+            present = self._store.get(self._prefix + key)
+            if present is None and expected:
+                return expected.encode()
+            if present is not None and present != expected.encode():
+                return present
+            if self._store.replace(self._prefix + key, present, desired.encode()):
+                return desired.encode()
+
     def _waited(self, key: str, seconds: float) -> bytes:
         found = self._store.wait(self._prefix + key, seconds)
         if found is None:

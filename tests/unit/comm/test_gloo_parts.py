@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -247,6 +247,42 @@ def test_a_guarded_store_keeps_its_keys_apart_and_ends_a_wait_that_has_no_point(
     with pytest.raises(GenerationChanged):
         two.wait(["never"])
     assert time.monotonic() - began < 10.0
+
+
+class Shared(dist.Store):
+    """A store whose only connection a call that waits would keep from all other threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = dist.HashStore()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        there = self.keys.check(list(keys))
+        for key in keys:
+            self.keys.delete_key(key)  # by its owner, which needs it no more
+        return there
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError(f"waits in the store for {key}")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.keys.compare_set(key, expected, desired)
+
+
+def test_a_guarded_store_never_waits_in_the_store_for_a_key_that_was_there() -> None:
+    shared, over = Shared(), threading.Event()
+
+    def check() -> None:
+        if over.is_set():
+            raise GenerationChanged(2)
+
+    guarded = GuardedStore(shared, "1/", check, 20.0)
+    shared.keys.set("1/key", "value")
+    assert guarded.get("key") == b"value"
+    guarded.wait(["key"])  # and then it is gone
+    threading.Timer(0.05, over.set).start()
+    with pytest.raises(GenerationChanged):
+        guarded.get("key")
 
 
 def device() -> Any:

@@ -283,6 +283,10 @@ def test_as_torch_wants_it(served: ServedStore) -> None:
     assert two.delete_key("a") and not two.delete_key("a")
     with pytest.raises(TimeoutError):
         TorchStore(member(served), "here/", 0.05).get("a")
+    for own in (one, dist.HashStore()):  # alike
+        assert own.compare_set("c", "none", "none") == b"none" and not own.check(["c"])
+        assert own.compare_set("c", "", "1") == b"1" == own.get("c")
+        assert own.compare_set("c", "2", "3") == b"1" and own.compare_set("c", "1", "3") == b"3" == own.get("c")
     within = dist.PrefixStore("group", one)  # as communicators ask it
     within.set("b", "1")
     assert within.get("b") == b"1" == two.get("group/b")
