@@ -157,6 +157,7 @@ def interrupted_while_building(here: Here) -> float:
     fabric = make(here)
     members = swap(here, fabric, range(2), 1)
     fabric.edit(1, members, 20.0)
+    here.exchange("edited", here.rank, range(2))  # else the interruption could meet an edit
     host, port = cast("list[str]", members[1 - here.rank].endpoint["gloo"])
     with socket.create_connection((host, int(port))):
         fabric.interrupt(2)
