@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -176,30 +177,32 @@ class EventRecord:
     fields: dict[str, Any]
 
 
-def _parse(line: bytes) -> EventRecord:
-    raw = json.loads(line)
+@cache
+def _fields_of(kind: str) -> tuple[tuple[str, Any], ...]:
+    """Name and annotation of each field of a known kind; to work them out takes far longer than to read a line."""
+    hints = get_type_hints(EVENT_KINDS[kind])
+    return tuple((item.name, hints[item.name]) for item in fields(EVENT_KINDS[kind]))
+
+
+def _parse(raw: dict[str, Any]) -> EventRecord:
     body: dict[str, Any] = raw["event"]
     event = None
     if (known := EVENT_KINDS.get(raw["kind"])) is not None:
-        hints = get_type_hints(known)
-        event = known(**{f.name: _from_json(hints[f.name], body[f.name]) for f in fields(known) if f.name in body})
+        event = known(**{name: _from_json(hint, body[name]) for name, hint in _fields_of(raw["kind"]) if name in body})
     return EventRecord(
         raw["kind"], raw["wall"], raw["monotonic_ns"], raw["rank"], raw["incarnation"], raw["generation"], event, body
     )
 
 
-def _after_torn(line: bytes) -> bytes:
-    """The whole line behind a torn one that lacks its newline (inside a JSON string the quotes would be escaped)."""
-    last = line.rfind(_FIRST)
-    return line[last:] if last > 0 and line.startswith(_FIRST) and not _is_json(line) else line
-
-
-def _is_json(line: bytes) -> bool:
+def _loaded(line: bytes) -> Any:
+    """The line, or the whole one behind a torn one that lacks its newline (in a JSON string quotes are escaped)."""
     try:
-        json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return False
-    return True
+        last = line.rfind(_FIRST)
+        if last <= 0 or not line.startswith(_FIRST):
+            raise
+        return json.loads(line[last:])
 
 
 def _torn(line: bytes) -> bool:
@@ -224,7 +227,7 @@ def read_events(directory: str | os.PathLike[str]) -> list[EventRecord]:
             if number == len(lines):
                 break  # empty, or cut short
             try:
-                record = _parse(_after_torn(line))
+                record = _parse(_loaded(line))
             except (ValueError, KeyError, TypeError) as error:
                 if isinstance(error, json.JSONDecodeError) and _torn(line):
                     continue  # cut short, an incarnation follows
