@@ -45,5 +45,5 @@ PLANS: Mapping[str, str] = {
     "reinforcement learning": "samples of a step kept by number until its commit",
     "phases of the data": "the first sample of a phase as a part of the step's address",
 }
-"""Feature (:data:`~megatron.elastic.mcore.args.support.FEATURES`) → plan."""
+"""Feature (:data:`~megatron.elastic.mcore.args.features.FEATURES`) → plan."""
 # fmt: on
