@@ -187,10 +187,12 @@ def _fields_of(kind: str) -> tuple[tuple[str, Any], ...]:
 def _parse(raw: dict[str, Any]) -> EventRecord:
     body: dict[str, Any] = raw["event"]
     event = None
-    if (known := EVENT_KINDS.get(raw["kind"])) is not None:
-        event = known(**{name: _from_json(hint, body[name]) for name, hint in _fields_of(raw["kind"]) if name in body})
+    kind = raw["kind"]
+    if kind in EVENT_KINDS:
+        read = {name: _from_json(hint, body[name]) for name, hint in _fields_of(kind) if name in body}
+        event = EVENT_KINDS[kind](**read)
     return EventRecord(
-        raw["kind"], raw["wall"], raw["monotonic_ns"], raw["rank"], raw["incarnation"], raw["generation"], event, body
+        kind, raw["wall"], raw["monotonic_ns"], raw["rank"], raw["incarnation"], raw["generation"], event, body
     )
 
 

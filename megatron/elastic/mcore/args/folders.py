@@ -22,11 +22,13 @@ from megatron.elastic.control import env
 from megatron.elastic.mcore.args.bad_input import BadInput
 from megatron.elastic.mcore.args.preflight import data_prefixes
 
-__all__ = ["check_folders", "non_persistent_folder", "why_not_writable"]
+__all__ = ["TRACKER", "check_folders", "non_persistent_folder", "why_not_writable"]
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """Errors of file systems without O_TMPFILE (open(2))."""
-_TRACKER = "latest_checkpointed_iteration.txt"
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file in a folder of checkpoints that names the newest step."""
 _NON_PERSISTENT = "non_persistent"
 """Megatron's folder for checkpoints of ``--non-persistent-save-interval``, beside the other ones."""
 
@@ -104,12 +106,12 @@ def _untracked(args: Namespace) -> Iterator[str]:
     for flag, folder in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
         if not folder or "://" in folder:
             continue
-        tracker = Path(folder) / _TRACKER
+        tracker = Path(folder) / TRACKER
         try:
             named = tracker.read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:  # else Megatron starts from the beginning
             beside = non_persistent_folder(args, folder)
-            elsewhere = args.pretrained_checkpoint is not None or (beside and (Path(beside) / _TRACKER).is_file())
+            elsewhere = args.pretrained_checkpoint is not None or (beside and (Path(beside) / TRACKER).is_file())
             if args.elastic and args.exit_on_missing_checkpoint and not elsewhere:
                 yield f"{flag} {folder}: no checkpoint is there, and --exit-on-missing-checkpoint asks for one"
             continue
@@ -131,7 +133,7 @@ def _absent(args: Namespace, flag: str, folder: Path, named: int) -> Iterator[st
     older = [number for number in _numbers(folder) if number <= named]
     if (folder / f"iter_{step:07d}").is_dir() or (args.elastic and not args.ckpt_step and older):
         return
-    said = f"--ckpt-step {step}" if args.ckpt_step else f"{_TRACKER} names step {step}"
+    said = f"--ckpt-step {step}" if args.ckpt_step else f"{TRACKER} names step {step}"
     yield f"{flag} {folder}: {said}, which is not there (there are: {_present(folder)}): choose another step or folder"
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UNFIT", "Unfit", "unfit_faults"]
+from megatron.elastic.mcore.args.folders import TRACKER
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+__all__ = ["UNFIT", "Unfit", "unfit_faults"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Unfit:
     used: Callable[[Namespace], bool]
     fix: str
     always: bool = True
-    """Whether the flag alone is refused; else it is beside some others, and honoured beside the rest."""
+    """False if there are flags beside which this one is honoured."""
 
 
 def _set(attribute: str) -> Callable[[Namespace], bool]:
@@ -36,7 +36,7 @@ def _set(attribute: str) -> Callable[[Namespace], bool]:
 def _loads(args: Namespace) -> bool:
     """Return whether a checkpoint is there that gives weights their values."""
     folders = [getattr(args, name, None) for name in ("load", "pretrained_checkpoint")]
-    return any("://" in folder or (Path(folder) / _TRACKER).is_file() for folder in folders if folder)
+    return any("://" in folder or (Path(folder) / TRACKER).is_file() for folder in folders if folder)
 
 
 def _without_values(args: Namespace) -> bool:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.folders import TRACKER
 
 __all__ = ["differing_flags", "other_model_named"]
 
@@ -95,7 +96,7 @@ def differing_flags(folder: str, args: Any) -> list[str]:
 def _saved_arguments(folder: str, args: Any) -> Any:
     """Return the arguments in the checkpoint; ``None`` if there are none that can be read."""
     try:
-        named = (Path(folder) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
+        named = (Path(folder) / TRACKER).read_text(encoding="utf-8").strip()
         step = args.ckpt_step or (int(named) if named.isdecimal() else 0)
         state = dist_checkpointing.load_common_state_dict(str(Path(folder) / (f"iter_{step:07d}" if step else named)))
     except (OSError, CheckpointingException):
