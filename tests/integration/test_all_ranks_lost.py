@@ -49,10 +49,8 @@ def test_the_job_goes_back_to_its_last_checkpoint_and_says_which_steps_it_comput
     assert back % 3 == 0 and back < ended_in
     assert said[3] is None if ended_in == back + 1 else (int(said[3]), int(said[4])) == (back + 1, ended_in - 1)
     assert result.output.count("goes back to its last checkpoint") == 1
-    ways = result.of("recovery")
-    assert [(way.rank, way.fields["step"], way.fields["lost_steps"]) for way in ways] == [
-        (rank, back + 1, ended_in - 1 - back) for rank in range(2)
-    ]
+    ways = sorted((way.rank, way.fields["step"], way.fields["lost_steps"]) for way in result.of("recovery"))
+    assert ways == [(rank, back + 1, ended_in - 1 - back) for rank in range(2)]
     whole = elastic_job(tmp_path / "whole", 2, 1, 1, ended_in + 2, *DROPOUT, *RATES).committed
     assert largest_deviation(whole, {step: result.committed[step] for step in whole}) < 1e-5
 
