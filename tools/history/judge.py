@@ -11,6 +11,7 @@ not undone       no rank that goes on takes a record that is older than its own.
 each sample once the steps of the chain use adjacent ranges of samples; no two have the same ledger
 void generations no line of an incarnation belongs to a generation that it has left, that it is no member of, or in
                  which it counts as lost; nor is it later than the begin of the next one, by the same clock
+all logged       of each generation that committed a step, every member has logged the begin
 all ended        each incarnation ended on purpose, was told lost, or has a successor
 state kept       state is not lost with no more losses than the job said it survives
 one fingerprint  (exact mode) gradient norms have the same bits whenever a step is computed
@@ -109,6 +110,7 @@ def _generations(lines: Iterable[Line], found: Verdict) -> dict[int, _Generation
                 )
                 found.add("one history", f"generation {number} {name} {told}", *records.values())
         _check_lives(here, found)
+        _check_logged(here, found)
     return dict(sorted(made.items()))
 
 
@@ -120,6 +122,15 @@ def _check_lives(here: _Generation, found: Verdict) -> None:
         if other.life != line.life:
             found.add("void generations", f"{other.life} and {line.life} act in generation {here.number}", other, line)
             return
+
+
+def _check_logged(here: _Generation, found: Verdict) -> None:
+    """A vote takes all members, each of which has logged the begin: without its line a file is missing or not whole."""
+    votes = [line for group in here.votes.values() for line in group]
+    logged = {line.life.rank for line in here.bases}
+    for rank in sorted({rank for members in here.members for rank in members} - logged if votes else ()):
+        text = f"generation {here.number} committed step {votes[0].step}, and member {rank} logged no begin of it"
+        found.add("all logged", f"{text}: is its file here?", votes[0])
 
 
 def _losses(lines: Iterable[Line], found: Verdict) -> dict[Life, Line]:

@@ -283,6 +283,11 @@ def hangs(files: History, dice: random.Random) -> None:
     files[rank][:] = [line for line in files[rank] if line["kind"] != "end" and line["event"].get("step") != last]
 
 
+def file_emptied(files: History, dice: random.Random) -> None:
+    """Nothing is left of what a rank wrote, as of one on a machine whose files were not collected."""
+    files[dice.choice(sorted(files))].clear()
+
+
 def two_lives_at_once(files: History, dice: random.Random) -> None:
     """A rank's earlier incarnation writes on when its successor has begun."""
     begun = [line for line in _all(files, "begin") if line["incarnation"] > 0]
@@ -303,6 +308,7 @@ SPOILED: dict[str, tuple[Callable[[History, random.Random], None], tuple[str, ..
         (step_missing, ("committed once",)),
         (never_told, ("committed once",)),
         (hangs, ("all ended",)),
+        (file_emptied, ("all logged",)),
         (two_lives_at_once, ("void generations",)),
     )
 }
