@@ -33,7 +33,8 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.report import Report, reports_of
 from megatron.elastic.engine.generation.view import block_index, routes, unit_groups
 from megatron.elastic.plan.model import Grid
-from megatron.elastic.state.certificate import Claim, ParameterClaim, Statement, certify
+from megatron.elastic.state.certificate import ParameterClaim, Statement, certify
+from megatron.elastic.state.claims import Claim, Claims
 from megatron.elastic.state.hashing import text_hash
 from megatron.elastic.state.layout import BlockKey, ParamSpec, UnitLayout, UnitShard
 from megatron.elastic.state.ownership import initial, rebalance
@@ -206,7 +207,7 @@ def statements(job: Job, placement: Placement) -> dict[int, bytes]:
                 digest,
                 text_hash("plan"),
                 record.to_json(),
-                blocks[rank],
+                Claims.of(blocks[rank]),
                 ParameterClaim(0, tuple(spaces[rank]), {}),
                 rows[rank],
                 (1, 0),

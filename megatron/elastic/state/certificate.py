@@ -8,7 +8,7 @@ every rank runs :func:`certify` on the same set. It passes only if (docs/design.
 - placement, plan, generation and record (learning rates, step counters, loss
   scale) are equal on all ranks;
 - every block has one owner, a holder of its unit, and k mirrors, all at the
-  record's version with equal lineages (``hashing``) and, where contents were
+  record's version with equal lineages (``hashing``, ``claims``) and, where contents were
   hashed (moved blocks), equal contents;
 - after a load, contents are those that the owners handed to the writers (``saved_contents``);
 - every rank's parameters equal the owner's masters and have the record's version;
@@ -30,13 +30,14 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from megatron.elastic.state.claims import Claim, Claims, in_agreement
 from megatron.elastic.state.hashing import content_hash, data_hash
 from megatron.elastic.state.layout import BlockKey, UnitShard
 from megatron.elastic.state.placement import Placement, UnitGroup
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Certificate", "CertificateError", "Claim", "ParameterClaim", "Statement", "certify", "state_claims"]
+__all__ = ["Certificate", "CertificateError", "ParameterClaim", "Statement", "certify", "state_claims"]
 
 
 class CertificateError(RuntimeError):
@@ -46,17 +47,6 @@ class CertificateError(RuntimeError):
         shown = "; ".join(findings[:10]) + (f"; and {len(findings) - 10} more" if len(findings) > 10 else "")
         super().__init__(f"certificate failed: {shown}")
         self.findings = tuple(findings)
-
-
-class Claim(NamedTuple):
-    """A rank's claim about one copy. ``content``: hash of its contents, or '' if not computed."""
-
-    role: str
-    version: int
-    lineage: str
-    content: str = ""
-    master: str = ""
-    """Hash of the master cast to the parameters' type; compared with :attr:`ParameterClaim.contents`."""
 
 
 class ParameterClaim(NamedTuple):
@@ -78,7 +68,7 @@ class Statement:
     plan: str
     record_text: str
     """:attr:`record` as text, in which 2 and 2.0 differ; in a typed message they do not."""
-    blocks: Mapping[BlockKey, Claim]
+    copies: Claims
     parameters: ParameterClaim
     rows: tuple[int, ...] = ()
     """Rows of the next global batch whose first unit this rank's cell computes (only from the cell's first rank)."""
@@ -110,7 +100,7 @@ def state_claims(
     placement: Placement,
     contents: Collection[BlockKey] = (),
     model_dtype: torch.dtype | None = None,
-) -> dict[BlockKey, Claim]:
+) -> Claims:
     """Return claims about this rank's counted copies that ``placement`` names (others are about to be dropped).
 
     ``contents``: blocks to hash in full (those that moved).
@@ -128,7 +118,7 @@ def state_claims(
             content = content_hash(key, state)
             cast = content_hash(key, state[0].to(model_dtype)) if model_dtype and role == "owner" else ""
         claims[key] = Claim(role, copy.version, copy.lineage, content, cast)
-    return claims
+    return Claims.of(claims)
 
 
 def certify(
@@ -153,15 +143,15 @@ def certify(
     findings += _not_saved(statements, saved)
     if findings:
         raise CertificateError(findings)
-    claims = [claim for statement in statements.values() for claim in statement.blocks.values()]
+    copies = [statement.copies for statement in statements.values()]
     first = next(iter(statements.values()))
     return Certificate(
         generation=first.generation,
         version=first.record.version,
         ranks=tuple(sorted(statements)),
         blocks=sum(len(group.blocks) for group in groups),
-        copies=len(claims),
-        contents_compared=sum(bool(claim.content) for claim in claims),
+        copies=sum(map(len, copies)),
+        contents_compared=sum(len(claims.contents) for claims in copies),
         digest=data_hash(msgspec.msgpack.encode([statements[rank] for rank in sorted(statements)])),
     )
 
@@ -186,7 +176,9 @@ def _all_findings(
     holders = {block.key: group.holders for group in groups for block in group.blocks}
     if isinstance(mirrors, int):
         mirrors = dict.fromkeys(holders, min(mirrors, len(members) - 1))
-    yield from _copies(statements, holders, mirrors, version, parked_owners)
+    claims = {rank: statement.copies for rank, statement in statements.items()}
+    if not in_agreement(claims, holders, mirrors, version, parked_owners):
+        yield from _copies(claims, holders, mirrors, version, parked_owners)
     yield from _parameters(statements, groups, version)
     yield from _samples(statements, rows, left_out)
     for rank, statement in sorted(statements.items()):
@@ -214,36 +206,36 @@ def _odd_ones(name: str, values: Mapping[int, object]) -> Iterator[str]:
 
 
 def _copies(
-    statements: Mapping[int, Statement],
+    claims: Mapping[int, Claims],
     holders: Mapping[BlockKey, tuple[int, ...]],
     mirrors: Mapping[BlockKey, int],
     version: int,
     parked_owners: bool,
 ) -> Iterator[str]:
     held: dict[BlockKey, dict[int, Claim]] = defaultdict(dict)
-    for rank, statement in statements.items():
-        for key, claim in statement.blocks.items():
+    for rank, mine in claims.items():
+        for key, claim in mine.single.items():
             held[key][rank] = claim
     for key in sorted(held.keys() - holders.keys()):
         yield f"block {key} is held by ranks {sorted(held[key])} but no unit has it"
     for key, ranks in sorted(holders.items()):
-        claims = held[key]
-        owners = [rank for rank, claim in claims.items() if claim.role == "owner"]
+        copies = held[key]
+        owners = [rank for rank, claim in copies.items() if claim.role == "owner"]
         if len(owners) != 1:
             yield f"block {key} has {'no owner' if not owners else f'owners {sorted(owners)}'}"
             continue
         if owners[0] not in ranks and not parked_owners:
             yield f"block {key} is owned by rank {owners[0]}, which does not compute its unit (ranks {list(ranks)})"
         due = mirrors.get(key, 0)
-        if len(claims) != 1 + due:
-            yield f"block {key} has {len(claims) - 1} mirrors on ranks {sorted(claims)}, {due} are due"
-        yield from _equal_copies(key, owners[0], claims, version)
+        if len(copies) != 1 + due:
+            yield f"block {key} has {len(copies) - 1} mirrors on ranks {sorted(copies)}, {due} are due"
+        yield from _equal_copies(key, owners[0], copies, version)
 
 
 def _not_saved(statements: Mapping[int, Statement], saved: Mapping[BlockKey, str]) -> Iterator[str]:
     """Yield findings about owned blocks whose contents are not those that their owners handed to the writers."""
-    for rank, statement in sorted(statements.items()):
-        for key, claim in sorted(statement.blocks.items()):
+    for rank, statement in sorted(statements.items()) if saved else ():
+        for key, claim in sorted(statement.copies.single.items()):
             if claim.role == "owner" and claim.content and saved.get(key, claim.content) != claim.content:
                 yield f"block {key}, loaded by rank {rank}, is not the state that was saved"
 
@@ -261,12 +253,7 @@ def _equal_copies(key: BlockKey, owner: int, held: Mapping[int, Claim], version:
 
 
 def _parameters(statements: Mapping[int, Statement], groups: Sequence[UnitGroup], version: int) -> Iterator[str]:
-    masters = {
-        key: claim.master
-        for statement in statements.values()
-        for key, claim in statement.blocks.items()
-        if claim.master and claim.role == "owner"
-    }
+    masters = {key: master for statement in statements.values() for key, master in statement.copies.masters.items()}
     computes: dict[int, list[UnitGroup]] = defaultdict(list)
     for group in groups:
         for rank in group.holders:

@@ -11,12 +11,12 @@ import torch
 from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.state.certificate import (
     CertificateError,
-    Claim,
     ParameterClaim,
     Statement,
     certify,
     state_claims,
 )
+from megatron.elastic.state.claims import Claims
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Copies, Placement, Rules, UnitGroup, initial
@@ -102,7 +102,7 @@ def job() -> Job:
 
 
 def test_a_block_that_is_not_the_one_that_was_saved_is_found(job):
-    saved = {key: claim.content for s in job.statements().values() for key, claim in s.blocks.items()}
+    saved = {key: claim.content for s in job.statements().values() for key, claim in s.copies.single.items()}
     assert all(saved.values()) and certify(job.statements(), [GROUP], 1, ROWS, RANKS, saved=saved).blocks == len(saved)
     wrong = sorted(saved)[1]
     with pytest.raises(CertificateError) as found:
@@ -140,9 +140,9 @@ def test_a_mirror_one_step_behind(job):
 def test_a_mirror_replayed_from_another_gradient_is_seen_without_hashing_contents(job):
     key, rank = some_mirror(job)
     before = job.statements()
-    claim = before[rank].blocks[key]
-    other = claim._replace(lineage="0" * 32, content="")
-    before[rank] = replace(before[rank], blocks={**before[rank].blocks, key: other})
+    claims = before[rank].copies.single
+    other = claims[key]._replace(lineage="0" * 32, content="")
+    before[rank] = replace(before[rank], copies=Claims.of({**claims, key: other}))
     with pytest.raises(CertificateError, match="made from other state or gradients"):
         certify(before, [GROUP], 1, ROWS, RANKS)
 
@@ -260,7 +260,7 @@ def test_a_silent_member_and_a_zombie(job):
     without = {rank: statement for rank, statement in statements.items() if rank != 1}
     with pytest.raises(CertificateError, match="no statement of rank 1"):
         certify(without, [GROUP], 1, ROWS, RANKS)
-    statements[9] = replace(statements[0], rank=9, blocks={}, rows=())
+    statements[9] = replace(statements[0], rank=9, copies=Claims(), rows=())
     with pytest.raises(CertificateError, match="rank 9, which is not a member"):
         certify(statements, [GROUP], 1, ROWS, RANKS)
 
@@ -275,6 +275,5 @@ def test_an_owner_that_does_not_compute_the_unit(job):
 def test_claims_leave_out_copies_that_are_still_being_added(job):
     spare = next(k for k in job.placement.copies if k not in job.pools[0])
     job.pools[0].put(spare, torch.zeros(job.pools[0].block(spare).numel), 2, counted=False)
-    assert spare not in state_claims(job.pools[0], job.placement)
-    assert isinstance(next(iter(state_claims(job.pools[0], job.placement).values())), Claim)
+    assert spare not in state_claims(job.pools[0], job.placement).single
     job.certify()
