@@ -2,7 +2,7 @@
 
 Nothing in this package imports torch, torch.distributed or Megatron. Every
 process of a generation calls the same functions on the same integers and gets
-the same bytes; they compare ``planner.plan_hash``.
+the same bytes; they compare ``Plan.digest``.
 
 Vocabulary: ``model`` (data), ``topology`` (places of ranks), ``cost`` (ns and
 bytes of pieces). Dataflow: ``dataflow`` (rows to cells), ``planner`` (nominal

@@ -1,7 +1,7 @@
 """Plans as plain, immutable, hashable data.
 
-Nothing here computes. Planner inputs are integers (nanoseconds, bytes), so that
-every process gets the same plan from the same record and can compare hashes.
+Nothing here plans. Planner inputs are integers (nanoseconds, bytes), so that every process
+gets the same plan from the same record; processes compare :attr:`Plan.digest`.
 
 Rows: the global batch of a step is rows ``0 … GBS-1`` in the order in which Megatron's nominal grid consumes them.
 Nominal micro-batch ``q = row // MBS`` belongs to data-parallel rank ``q % DP`` as its ``q // DP``-th. The plan speaks
@@ -10,8 +10,13 @@ of rows only; the data source maps rows to samples.
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 __all__ = [
     "Action",
@@ -202,3 +207,39 @@ class Plan:
     def table(self, cell: int) -> tuple[Action, ...]:
         """Actions of ``cell`` (empty when it has none)."""
         return dict(self.tables).get(cell, ())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of a canonical encoding of everything in the plan; the same on any machine."""
+        digest = hashlib.sha256(b"elastic-plan-1")
+
+        def put(tag: str, numbers: Iterable[int]) -> None:
+            packed = array("q", numbers)
+            digest.update(f"{tag}{len(packed)}:".encode())
+            if sys.byteorder == "big":
+                packed.byteswap()
+            digest.update(packed.tobytes())
+
+        grid, replicas, edges = self.grid, self.replicas, self.edges
+        put("grid", (grid.global_batch_size, grid.micro_batch_size, grid.data_parallel_size))
+        put("cells", _flat((c.id, c.node, c.rate_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in self.cells))
+        put(
+            "replicas", _flat((len(r.segments), *_flat((s.cell, s.first, s.end) for s in r.segments)) for r in replicas)
+        )
+        put("pieces", _flat((p.cell, p.first, p.end, len(p.rows), *p.rows) for p in self.pieces))
+        put("edges", _flat((e.source, e.target, len(e.rows), *e.source_at, *e.target_at, *e.rows) for e in edges))
+        code = {op: number for number, op in enumerate(Op)}
+        put(
+            "tables", _flat((cell, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for cell, t in self.tables)
+        )
+        put("khz", _flat(self.frequencies_khz))
+        put("parked", self.parked)
+        put("skipped", self.skipped)
+        put("crews", _flat((len(crew), *crew) for crew in self.crews))
+        digest.update("\0".join(self.labels).encode())
+        return digest.hexdigest()
+
+
+def _flat(parts: Iterable[Sequence[int]]) -> Iterable[int]:
+    for part in parts:
+        yield from part

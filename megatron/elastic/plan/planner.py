@@ -1,4 +1,4 @@
-"""Nominal and instant plans, and the hash by which processes compare them.
+"""Nominal and instant plans.
 
 The *nominal* plan is Megatron's: micro-batch ``q`` runs through replica
 ``q % DP``, 1F1B on every cell. The *instant* plan keeps every unit where it is
@@ -12,10 +12,7 @@ schedule.
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -32,7 +29,7 @@ from megatron.elastic.plan.dataflow import (
     resize,
     split_rows,
 )
-from megatron.elastic.plan.model import Action, Op, Plan, Profile, Segment, Topology, UnitCost
+from megatron.elastic.plan.model import Action, Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.schedule.orders import Ordered, Ordering, OrderInput, compute_orders, memory_rows
 from megatron.elastic.plan.schedule.table import EdgeIndex, Step, components, index_edges, tables_from_orders
 from megatron.elastic.plan.schedule.timing import walk
@@ -46,7 +43,6 @@ __all__ = [
     "draft_instant",
     "instant_plan",
     "nominal_plan",
-    "plan_hash",
     "replica_times",
     "speed_quotas",
     "uniform_profile",
@@ -221,39 +217,3 @@ def _drafted(
     replicas = living_replicas(topology)
     bare = Plan(topology.grid, topology.cells, replicas, pieces, edges, (), (), topology.parked, labels)
     return Draft(bare, index, groups, max(known, walk(untimed, costs).makespan))
-
-
-def plan_hash(plan: Plan) -> str:
-    """SHA-256 (hex) of a canonical encoding of everything in the plan; equal plans, equal hash, on any machine."""
-    digest = hashlib.sha256(b"elastic-plan-1")
-
-    def put(tag: str, numbers: Iterable[int]) -> None:
-        packed = array("q", numbers)
-        digest.update(f"{tag}{len(packed)}:".encode())
-        if sys.byteorder == "big":
-            packed.byteswap()
-        digest.update(packed.tobytes())
-
-    grid = plan.grid
-    put("grid", (grid.global_batch_size, grid.micro_batch_size, grid.data_parallel_size))
-    put("cells", _flat((c.id, c.node, c.rate_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in plan.cells))
-    put("replicas", _flat((len(r.segments), *_flat(_numbers(s) for s in r.segments)) for r in plan.replicas))
-    put("pieces", _flat((p.cell, p.first, p.end, len(p.rows), *p.rows) for p in plan.pieces))
-    put("edges", _flat((e.source, e.target, len(e.rows), *e.source_at, *e.target_at, *e.rows) for e in plan.edges))
-    code = {op: number for number, op in enumerate(Op)}
-    put("tables", _flat((cell, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for cell, t in plan.tables))
-    put("khz", _flat(plan.frequencies_khz))
-    put("parked", plan.parked)
-    put("skipped", plan.skipped)
-    put("crews", _flat((len(crew), *crew) for crew in plan.crews))
-    digest.update("\0".join(plan.labels).encode())
-    return digest.hexdigest()
-
-
-def _numbers(segment: Segment) -> tuple[int, int, int]:
-    return segment.cell, segment.first, segment.end
-
-
-def _flat(parts: Iterable[Sequence[int]]) -> Iterable[int]:
-    for part in parts:
-        yield from part

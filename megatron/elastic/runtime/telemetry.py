@@ -232,7 +232,7 @@ def _plan(step: int, view: View) -> PlanEvent:
     plan = view.plan
     return PlanEvent(
         step=step,
-        plan_hash=view.plan_hash,
+        plan_hash=view.plan.digest,
         stages=tuple((n, s.cell, s.first, s.end) for n, replica in enumerate(plan.replicas) for s in replica.segments),
         rows={str(cell): rows for cell, rows in rows_of(plan).items()},
         labels=plan.labels,
@@ -378,7 +378,7 @@ def write_speeds(events: EventLog, record: StepRecord, before: View, view: View)
             f"samples a step: {rows_now.get(cell.id, 0)} (before: {rows_before.get(cell.id, 0)})",
             flush=True,
         )
-    if view.plan_hash != before.plan_hash:
+    if view.plan.digest != before.plan.digest:
         events.write(_plan(step + 1, view))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.planner import instant_plan, plan_hash
+from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.plan.schedule.validate import InvalidPlan, validate_plan
 from megatron.elastic.plan.search.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import without_cells
@@ -184,7 +184,7 @@ def _table(args: argparse.Namespace) -> dict[str, object]:
     if args.trace:
         write_chrome_trace(args.trace, spans, track_names(plan))
     step = simulate_step(plan, profile)
-    return {"hash": plan_hash(plan), "makespan_ns": step.pipeline, "idle_share": step.timeline.idle_share()}
+    return {"hash": plan.digest, "makespan_ns": step.pipeline, "idle_share": step.timeline.idle_share()}
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

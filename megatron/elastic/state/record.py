@@ -437,14 +437,20 @@ def _norm(squares: list[float]) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-def _shallow(part: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass as they are: ``asdict`` copies each value within them, in every step."""
-    return {one.name: getattr(part, one.name) for one in fields(part) if one.init}
+def _shallow(part: object) -> dict[str, Any]:
+    """Return the fields of a record, or of a part of it, as they are: ``asdict`` copies each value within them."""
+    return {name: getattr(part, name) for name in _GIVEN[type(part)]}
+
+
+_GIVEN: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(one.name for one in fields(kind) if one.init) for kind in (StepRecord, Rate, Agreed)
+}
+"""The names of the fields that each is made with."""
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_shallow)
 _PACKER = msgspec.msgpack.Encoder(order="sorted")
-_values_of = attrgetter(*(one.name for one in fields(StepRecord) if one.init))
+_values_of = attrgetter(*_GIVEN[StepRecord])
 _PIECE = 10
 """Fields of a record that are hashed together."""
 

@@ -169,7 +169,7 @@ def test_all_ranks_have_one_plan_and_each_block_has_one_owner(members: set[int])
             return
         views = {rank: view_of(made[rank], decided) for rank in members}
     placement = next(iter(views.values())).placement
-    assert len({(view.plan_hash, view.configuration.digest, view.living) for view in views.values()}) == 1
+    assert len({(view.plan.digest, view.configuration.digest, view.living) for view in views.values()}) == 1
     assert sorted(block.key for view in views.values() for block in view.owned) == sorted(placement.copies)
     assert sum(len(view.mirrored) for view in views.values()) == sum(len(c.mirrors) for c in placement.copies.values())
     for rank, view in views.items():
@@ -206,13 +206,26 @@ def test_a_cell_of_other_ranks_than_were_measured_is_not_taken_for_slow() -> Non
     assert set(dict(again.speeds())) == set(range(len(RANKS)))
 
 
+def test_a_known_assignment_is_the_object_that_has_worked_out_its_tables() -> None:
+    """After a loss that leaves the cut as it is, and when the last cell that was formed anew is whole again."""
+    with factories() as made:
+        launched = Assignment.at_launch(made[0].launch_topology)
+        assert made[0].taken_over(launched, decision(set(RANKS) - {3})) is launched
+        lives_on = replace(made[0], lives_on=True)
+        exchanged = ((0, launched.cells[1].ranks), (1, launched.cells[0].ranks))
+        whole = [
+            lives_on.taken_over(replace(launched, formed=formed), decision(RANKS)) for formed in (exchanged, exchanged)
+        ]
+        assert whole[0] is whole[1] and whole[0] == launched
+
+
 def test_a_new_plan_for_measured_speeds_keeps_everything_else() -> None:
     with factories() as made:
         before = view_of(made[1], decision(RANKS))
         after = made[1].replan(before, replace(RECORD, speeds=((0, 500_000),)))
-        assert after.plan_hash != before.plan_hash and dict(after.speeds()) == {0: 500_000}
+        assert after.plan.digest != before.plan.digest and dict(after.speeds()) == {0: 500_000}
         assert (after.configuration, after.spans, after.owned) == (before.configuration, before.spans, before.owned)
-        assert made[1].replan(after, RECORD).plan_hash == before.plan_hash
+        assert made[1].replan(after, RECORD).plan.digest == before.plan.digest
 
 
 def test_ranks_that_others_need_are_indispensable_and_the_reason_is_told() -> None:

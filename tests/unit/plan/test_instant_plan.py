@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.dataflow import PlanError, apportion, deal, row_groups
 from megatron.elastic.plan.model import Op, Plan, Replica, Segment, Topology
-from megatron.elastic.plan.planner import instant_plan, nominal_plan, plan_hash
+from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.schedule.validate import InvalidPlan, held_rows_peak, validate_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells, without_ranks
 
@@ -112,17 +112,17 @@ def test_a_unit_without_holder_is_named() -> None:
         instant_plan(without(regular(dp=2, pp=2, layers=4), 1, 3))
 
 
-def test_plan_hash_is_the_same_in_another_process_and_differs_for_another_plan() -> None:
+def test_a_digest_is_the_same_in_another_process_and_differs_for_another_plan() -> None:
     topology = without(regular(dp=3, pp=4, layers=8), 5)
     code = (
         "from megatron.elastic.plan import planner, topology as t; "
-        "print(planner.plan_hash(planner.instant_plan(t.without_cells(t.regular_topology(3, 4, 8, 1, 4), [5]))))"
+        "print(planner.instant_plan(t.without_cells(t.regular_topology(3, 4, 8, 1, 4), [5])).digest)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    mine = plan_hash(instant_plan(topology))
+    mine = instant_plan(topology).digest
     assert out.stdout.strip() == mine
-    assert plan_hash(instant_plan(topology, None, "resize", True)) != plan_hash(nominal_plan(regular(3, 4, 8)))
-    assert plan_hash(instant_plan(without(regular(dp=3, pp=4, layers=8), 6))) != mine
+    assert instant_plan(topology, None, "resize", True).digest != nominal_plan(regular(3, 4, 8)).digest
+    assert instant_plan(without(regular(dp=3, pp=4, layers=8), 6)).digest != mine
 
 
 def _broken(plan: Plan) -> list[tuple[str, Plan]]:

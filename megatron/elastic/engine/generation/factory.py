@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
@@ -171,6 +172,11 @@ class ViewFactory:
             return str(error)
         return ""
 
+    @cached_property
+    def _launched(self) -> Assignment:
+        """The assignment at launch."""
+        return Assignment.at_launch(self.launch_topology)
+
     @property
     def _shrinks(self) -> bool:
         """True if other ranks take over the parts of those that leave a cell or a crew."""
@@ -179,8 +185,13 @@ class ViewFactory:
     def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
         """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back.
 
-        Where cells live on, the other damaged ones go on with their living ranks.
+        Where cells live on, the other damaged ones go on with their living ranks. An assignment that is known, as after
+        most losses and returns, is returned as the object that has worked out its tables.
         """
+        found = self._taken_over(assignment, decision)
+        return next((known for known in (assignment, self._launched) if known == found), found)
+
+    def _taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
         living = decision.members
         seated = self._manned(assignment, living)
         comes_back = not seated.uncovered({*living, *decision.returning})
@@ -316,7 +327,7 @@ class ViewFactory:
 
         The launch's plan did fit, whatever the profile says.
         """
-        launch = self.sizes.topology(Assignment.at_launch(self.launch_topology), range(self.launch_topology.slots))
+        launch = self.sizes.topology(self._launched, range(self.launch_topology.slots))
         fits = max(memory_peaks(self.choose(launch, self.profile), self.profile, launch.tied).values())
         memory = max(self.hardware.memory_bytes, fits)
         cells = (cell if is_reduced(cell) else replace(cell, memory_bytes=memory) for cell in topology.cells)

@@ -16,6 +16,7 @@ gives them units.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.engine.generation.expert_deal import ExpertDeal
@@ -80,7 +81,7 @@ class LaunchTopology:
         """U, the number of units that compute."""
         return self.chunks[-1][1]
 
-    @property
+    @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """All cells by number: those of the launch, then the extra ones."""
         places = ((replica, stage) for replica in range(self.data) for stage in range(self.pipeline))

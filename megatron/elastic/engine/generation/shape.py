@@ -11,6 +11,7 @@ it has another cut: where the sizes have context parallelism, of fewer groups of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class GridShape:
         sizes = ParallelSizes(launch.tensor, launch.pipeline, launch.data, launch.context, experts)
         return cls(sizes, tuple(cell.ranks for cell in launch.cells), launch.chunks)
 
-    @property
+    @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """All cells by number."""
         return tuple(Cell(number, ranks) for number, ranks in enumerate(self.ranks))

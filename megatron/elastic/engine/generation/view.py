@@ -20,7 +20,6 @@ from megatron.elastic.engine.compute.model_interface import Covered, only_at_lau
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.plan.model import Cell, Plan
-from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.layout import ALIGN, BlockKey, StateBlock, UnitLayout, UnitShard
@@ -84,7 +83,6 @@ class View:
     generation: int
     living: tuple[int, ...]
     plan: Plan
-    plan_hash: str
     cell: Cell | None
     """This rank's cell; ``None`` if the rank is parked."""
     spans: tuple[GroupSpan, ...]
@@ -147,7 +145,7 @@ def with_plan(view: View, plan: Plan) -> View:
     """Return the same view under another plan of the same cells."""
     mine = None if view.cell is None else view.cell.id
     cell = next((cell for cell in plan.cells if cell.id == mine), None)
-    return replace(view, plan=plan, plan_hash=plan_hash(plan), cell=cell)
+    return replace(view, plan=plan, cell=cell)
 
 
 def build_view(
@@ -171,7 +169,6 @@ def build_view(
         generation=generation,
         living=alive,
         plan=plan,
-        plan_hash=plan_hash(plan),
         cell=cell,
         spans=_spans(configuration.placement, delegates, groups, arena, fabric),
         silent=_silent(place is None or place.position.index > 0, arena),

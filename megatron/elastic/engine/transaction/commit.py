@@ -206,7 +206,7 @@ class StepCommit:
         at, step, address = self._context, attempt.step.step, attempt.step.address
         named = self._migrator.heading  # in a repeated vote: the configuration of its attempt without the lost ranks
         samples = f"{address} left out" if attempt.step.left_out else str(address)
-        tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, samples)
+        tally.plan = plan_digest(at.view.plan.digest, named.digest, at.record.digest, samples)
         with at.timer.phase("vote"):
             self._certifier.conclude()
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
@@ -287,7 +287,7 @@ class StepCommit:
             left_out=attempt.step.left_out,
             losses=total.report,
             ledger_hash=total.ledger.digest,
-            plan_hash=view.plan_hash,
+            plan_hash=view.plan.digest,
             placement=self._migrator.heading.digest,
             agreed=agreed_by(total, attempt.requests),
             speeds=self._migrator.heading.assignment.same_cells(view.assignment, self._rebalancer.pace.speeds()),
