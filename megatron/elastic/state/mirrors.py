@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from itertools import takewhile
 
 from megatron.elastic.state.layout import BlockKey
@@ -119,17 +118,20 @@ class _Table:
             owner: Counter() for owner in sorted({owners[key] for key in self.mirrors})
         }
         """Owner → rank → number of the owner's mirrors there."""
+        self._on: dict[int, dict[int, set[BlockKey]]] = {}
+        """Results of :meth:`_at`."""
 
-    @cached_property
-    def _at(self) -> dict[int, dict[int, set[BlockKey]]]:
-        """Rank → owner → the owner's blocks with a mirror there. Most tables need no move, and then it is never made.
+    def _at(self, rank: int) -> dict[int, set[BlockKey]]:
+        """Return owner → the owner's blocks with a mirror on ``rank``: made for the few ranks that moves look at.
 
         Only moves change it, so it is made when all mirrors have been chosen.
         """
-        found: dict[int, dict[int, set[BlockKey]]] = {}
-        for key, ranks in self.mirrors.items():
-            for rank in ranks:
-                found.setdefault(rank, {}).setdefault(self.owners[key], set()).add(key)
+        found = self._on.get(rank)
+        if found is None:
+            found = self._on[rank] = {}
+            for key, ranks in self.mirrors.items():
+                if rank in ranks:
+                    found.setdefault(self.owners[key], set()).add(key)
         return found
 
     def add_best(self, key: BlockKey) -> bool:
@@ -177,14 +179,15 @@ class _Table:
     def _move(self, key: BlockKey, high: int, low: int) -> None:
         """Move the mirror of ``key`` from ``high`` to ``low``."""
         owner = self.owners[key]
-        self._at[high][owner].remove(key)
-        self._at.setdefault(low, {}).setdefault(owner, set()).add(key)
+        there, here = self._at(high), self._at(low)
+        there[owner].remove(key)
+        here.setdefault(owner, set()).add(key)
         self._count(owner, high, -1)
         self._count(owner, low, 1)
         self.mirrors[key] = (*(rank for rank in self.mirrors[key] if rank != high), low)
 
     def _keys_at(self, rank: int, owner: int) -> Collection[BlockKey]:
-        return self._at.get(rank, {}).get(owner, ())
+        return self._at(rank).get(owner, ())
 
     def spread(self) -> bool:
         """Spread every owner's mirrors evenly over its peers (within one block); return whether any moved."""
@@ -215,7 +218,7 @@ class _Table:
     def takers(self, high: int, lows: frozenset[int]) -> set[int]:
         """Return the ``lows`` that could take a mirror from ``high`` without unbalancing its owner's mirrors."""
         found = set[int]()
-        for owner, keys in self._at.get(high, {}).items():
+        for owner, keys in self._at(high).items():
             if not keys:
                 continue
             peers, counts = self._candidates.peers(owner), self._count_of[owner]
@@ -228,7 +231,7 @@ class _Table:
     def shift(self, high: int, low: int) -> bool:
         """Move one mirror from ``high`` to ``low``; return False if that would unbalance every owner's mirrors."""
         able = []
-        for owner, keys in self._at.get(high, {}).items():
+        for owner, keys in self._at(high).items():
             surplus = self._surplus(owner, high, low) if keys and owner != low else 0
             if surplus < 0:
                 able += [(low not in self.held[key], surplus, key) for key in keys if self._movable(key, high, low)]
