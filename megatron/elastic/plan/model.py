@@ -220,24 +220,24 @@ class Plan:
                 packed.byteswap()
             digest.update(packed.tobytes())
 
-        grid, replicas, edges = self.grid, self.replicas, self.edges
+        grid, edges = self.grid, self.edges
         put("grid", (grid.global_batch_size, grid.micro_batch_size, grid.data_parallel_size))
         put("cells", _flat((c.id, c.node, c.rate_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in self.cells))
-        put(
-            "replicas", _flat((len(r.segments), *_flat((s.cell, s.first, s.end) for s in r.segments)) for r in replicas)
-        )
+        put("replicas", _flat((len(r.segments), *_flat(_numbers(s) for s in r.segments)) for r in self.replicas))
         put("pieces", _flat((p.cell, p.first, p.end, len(p.rows), *p.rows) for p in self.pieces))
         put("edges", _flat((e.source, e.target, len(e.rows), *e.source_at, *e.target_at, *e.rows) for e in edges))
         code = {op: number for number, op in enumerate(Op)}
-        put(
-            "tables", _flat((cell, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for cell, t in self.tables)
-        )
+        put("tables", _flat((c, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for c, t in self.tables))
         put("khz", _flat(self.frequencies_khz))
         put("parked", self.parked)
         put("skipped", self.skipped)
         put("crews", _flat((len(crew), *crew) for crew in self.crews))
         digest.update("\0".join(self.labels).encode())
         return digest.hexdigest()
+
+
+def _numbers(segment: Segment) -> tuple[int, int, int]:
+    return segment.cell, segment.first, segment.end
 
 
 def _flat(parts: Iterable[Sequence[int]]) -> Iterable[int]:

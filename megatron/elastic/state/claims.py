@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims of one rank, a row a copy. Raises ``ValueError`` if columns have other lengths than one another."""
+    """The claims of one rank, a row a copy. Raises ``ValueError`` for columns of unlike lengths."""
 
     keys: bytes = b""
     """Unit, shard and number of the block: three int32."""
