@@ -12,9 +12,9 @@ It is a function of the plan, which is equal on all ranks; a poor estimate costs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from megatron.elastic.plan.model import Op, Plan
+from megatron.elastic.plan.model import Action, Op, Plan
 
 __all__ = ["GRADIENT_OPS", "final_actions", "finishing_order"]
 
@@ -24,13 +24,10 @@ GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
 def final_actions(plan: Plan, cell: int) -> Mapping[int, frozenset[int]]:
     """Return index in the table of ``cell`` → the compute units whose gradients are final after that action."""
-    pieces = {piece.id: piece for piece in plan.pieces}
-    last = {
-        unit: index
-        for index, action in enumerate(plan.table(cell))
-        if action.op in GRADIENT_OPS
-        for unit in range(pieces[action.piece].first, pieces[action.piece].end)
-    }
+    last: dict[int, int] = {}
+    for index, units in _last_of_each(plan, plan.table(cell), _ranges_of(plan)[cell]):
+        for unit in units:
+            last.setdefault(unit, index)
     found: dict[int, set[int]] = {}
     for unit, index in last.items():
         found.setdefault(index, set()).add(unit)
@@ -43,13 +40,38 @@ def finishing_order(plan: Plan, units: Iterable[int], compute_units: int) -> tup
     State-only units (``compute_units`` and beyond) come last: their gradients are final with those of all users. Units
     that one action finishes come in the order of its backward, the last unit first.
     """
-    following: dict[int, int] = {}
+    ranges, following = _ranges_of(plan), dict[int, int]()
     for cell, table in plan.tables:
-        for index, finished in final_actions(plan, cell).items():
+        for index, finished in _last_of_each(plan, table, ranges[cell]):
+            after = len(table) - 1 - index
             for unit in finished:
-                after = len(table) - 1 - index
                 following[unit] = min(after, following.get(unit, after))
     longest = max((len(table) for _, table in plan.tables), default=0)
     return tuple(
         sorted(units, key=lambda unit: (unit >= compute_units, -following.get(unit, longest), -unit)),
     )
+
+
+def _ranges_of(plan: Plan) -> Mapping[int, frozenset[range]]:
+    """Return cell → the unit ranges of its pieces."""
+    found: dict[int, set[tuple[int, int]]] = {cell: set() for cell, _ in plan.tables}
+    for piece in plan.pieces:
+        found[piece.cell].add((piece.first, piece.end))
+    return {cell: frozenset(range(*one) for one in mine) for cell, mine in found.items()}
+
+
+def _last_of_each(plan: Plan, table: Sequence[Action], ranges: Collection[range]) -> Iterator[tuple[int, range]]:
+    """Yield each of ``ranges`` with the index of the last action that computes gradients of it, the latest first.
+
+    From the end, where they are found after a few actions: all ranks walk the tables of all cells.
+    """
+    left = set(ranges)
+    for index in reversed(range(len(table))):
+        if not left:
+            return
+        if table[index].op in GRADIENT_OPS:
+            piece = plan.pieces[table[index].piece]
+            units = range(piece.first, piece.end)
+            if units in left:
+                left.remove(units)
+                yield index, units
