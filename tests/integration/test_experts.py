@@ -19,7 +19,7 @@ from tests.integration.elastic_job import JobResult, deviation_without_loss, ela
 from tests.integration.kill_walk import DROPOUT, LAYOUTS, ROUNDING, TWO, cases_of, victim, walk
 from tests.integration.test_cpu_layouts import logs, losses
 from tests.integration.test_engine_parity import Case, run_plain
-from tests.scenario.scenario import EXPERTS
+from tests.scenario.scenario import EVERY, EXPERTS
 
 STEPS = 6
 FAULTS = "kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote"
@@ -180,4 +180,5 @@ def test_at_every_point_of_a_step_every_rank_may_be_lost(tmp_path: Path, layout:
     points = ("mid_forward", "mid_backward", "after_reduce", "before_vote", "after_vote", "mid_update", "mid_gather")
     cases = [case for point in points for case in cases_of(sizes, point)]
     assert {victim(case) for case in cases} == set(range(sizes.ranks))
-    walk(tmp_path, sizes, cases, *EXPERTS, *(("--sequence-parallel",) * (sizes.tensor > 1)), seconds=1800.0)
+    flags = (*EXPERTS, *EVERY, *(("--sequence-parallel",) * (sizes.tensor > 1)))
+    walk(tmp_path, sizes, cases, *flags, seconds=1800.0)
