@@ -12,7 +12,7 @@ schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -189,6 +189,11 @@ class Draft:
     def plan(self) -> Plan:
         """The plan."""
         return replace(self.bare, tables=_tables(self.groups, self.index))
+
+    def beside(self, cells: Collection[int]) -> Plan:
+        """Return the plan with no other tables than those of ``cells`` and of the cells that work with them."""
+        groups = (group for group in self.groups if not group.cells.isdisjoint(cells))
+        return replace(self.bare, tables=_tables(groups, self.index))
 
 
 def _tables(groups: Iterable[Ordered], index: EdgeIndex) -> tuple[tuple[int, tuple[Action, ...]], ...]:

@@ -184,7 +184,7 @@ def fastest_draft(topology: Topology, profile: Profile, draft: Callable[[Topolog
         except PlanError as error:
             refusals.append(error)
             continue
-        if without := crowded(one.plan, profile, topology.tied):
+        if without := crowded(one.beside(reduced_cells(topology)), profile, topology.tied):
             refusals.append(PlanError(f"cells {list(without)} lack the memory to go on with fewer ranks"))
         else:
             found.append(one)

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.plan.dataflow import PlanError, apportion, deal, row_groups
-from megatron.elastic.plan.model import Op, Plan, Replica, Segment, Topology
-from megatron.elastic.plan.planner import instant_plan, nominal_plan
+from megatron.elastic.plan.model import Op, Plan, Profile, Replica, Segment, Topology, UnitCost
+from megatron.elastic.plan.planner import draft_instant, instant_plan, nominal_plan
+from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.schedule.validate import InvalidPlan, held_rows_peak, validate_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells, without_ranks
 
@@ -55,6 +56,27 @@ def test_instant_plans_of_random_damage_are_valid(topology: Topology, flow: str,
     validate_plan(plan, topology.units)
     if not mix:
         assert all(len(row_groups(plan.grid, piece)) == 1 for piece in plan.pieces)
+
+
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(damaged(), st.sampled_from(["reroute", "resize"]), st.booleans(), st.integers(0, 10**6))
+def test_a_draft_tells_the_time_of_its_tables_and_writes_some_of_them(
+    topology: Topology, flow: str, split: bool, latency: int
+) -> None:
+    units = tuple(UnitCost(1000 + 7 * unit, 2000, 900, 1, 1, 100, 1) for unit in range(topology.units))
+    profile = Profile(units, latency_ns=latency)
+    try:
+        draft = draft_instant(topology, profile, flow, False, split)  # type: ignore[arg-type]
+    except PlanError:
+        assume(False)
+        return
+    assert draft.time_ns == plan_time(draft.plan, profile)
+    tables = dict(draft.plan.tables)
+    for cell in tables:
+        some = dict(draft.beside([cell]).tables)
+        assert cell in some and all(tables[other] == table for other, table in some.items())
+        sends = {action.edge for table in some.values() for action in table if action.op is Op.SEND_FORWARD}
+        assert sends == {action.edge for table in some.values() for action in table if action.op is Op.RECV_FORWARD}
 
 
 def test_nominal_plan_is_megatrons_grid_and_1f1b() -> None:

@@ -35,14 +35,15 @@ class Listing:
 
     def __init__(self, found: _plan.Listing, cells: Sequence[int], group: Sequence[int]) -> None:
         self.makespan, self.forced = found.makespan, found.forced
-        self._found, self._cells, self._group = found, cells, group
+        self.cells = cells
+        self._found, self._group = found, group
 
     def orders(self) -> dict[int, list[Step]]:
         """Compute order of each cell."""
         group = self._group
         return {
             cell: [(_OPS[op], group[piece]) for op, piece in order]
-            for cell, order in zip(self._cells, self._found.orders(), strict=True)
+            for cell, order in zip(self.cells, self._found.orders(), strict=True)
         }
 
 

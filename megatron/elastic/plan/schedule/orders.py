@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megatron.elastic import _plan
 from megatron.elastic.plan.cost import Costs, held_bytes, unit_sums
 from megatron.elastic.plan.model import Edge, Piece, Profile, Topology
 from megatron.elastic.plan.schedule.listing import Listing, Scheduler
@@ -54,6 +55,11 @@ class Ordered:
     found: Mapping[int, list[Step]] | Listing
     makespan: int | None = None
 
+    @property
+    def cells(self) -> frozenset[int]:
+        """The cells of the group."""
+        return frozenset(self.found.cells if isinstance(self.found, Listing) else self.found)
+
     def orders(self) -> Mapping[int, list[Step]]:
         """By cell."""
         return self.found.orders() if isinstance(self.found, Listing) else self.found
@@ -63,7 +69,8 @@ def compute_orders(group: Sequence[int], work: OrderInput, split_backward: bool)
     """Compute orders of ``group``, pieces that share neither cell nor edge with others."""
     stages = is_pipeline(group, work.pieces)
     if stages is not None and not split_backward:
-        return Ordered({cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)})
+        order = {cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
+        return Ordered(order, _time_of_pipeline(stages, work))
     late: dict[int, list[Step]] | None = None
     least = 0
     if stages is not None and (delays := _weight_delays(stages, work)) is not None:
@@ -84,6 +91,16 @@ def compute_orders(group: Sequence[int], work: OrderInput, split_backward: bool)
     if late is not None and least <= best.makespan:
         return Ordered(late, least)
     return Ordered(best, None if best.forced else best.makespan)
+
+
+def _time_of_pipeline(stages: Sequence[tuple[int, list[int]]], work: OrderInput) -> int | None:
+    """Return how long 1F1B takes (ns); None where the micro-batches of a stage are not alike."""
+    pieces, costs, alike = work.costs.pieces, list[tuple[int, int, int, int, int]](), True
+    for _, own in stages:
+        cost, behind = pieces[own[0]], work.index.outgoing[own[0]]
+        alike = alike and all(pieces[number] is cost for number in own)  # one object for all of one size on a cell
+        costs.append((cost.forward, cost.backward, cost.weight, work.costs.edges[behind[0]] if behind else 0, 0))
+    return _plan.pipeline_time(costs, len(stages[0][1]), 1, False) if alike else None
 
 
 def _listed(group: Sequence[int], work: OrderInput, split_backward: bool, *, cap: int, forward_first: bool) -> Ordered:

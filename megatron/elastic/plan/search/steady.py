@@ -278,7 +278,8 @@ def _instant(
                 draft = draft_instant(topology, profile, flow, options.mix_microbatches, options.split_backward)
             except PlanError:
                 continue
-            if reduced_cells(topology) and crowded(draft.plan, profile, topology.tied):
+            reduced = reduced_cells(topology)
+            if reduced and crowded(draft.beside(reduced), profile, topology.tied):
                 continue
             found.append((draft.time_ns, number, draft))
     if not found:
