@@ -240,8 +240,9 @@ SECTIONS = (
         "agreement",
         "What does a rank of a large job compute at a loss?",
         "State of real models is laid out, one rank is lost, and a survivor computes what follows. CPU time of the "
-        "best of three repetitions, without the plan (above), and without messages and waits: so many ranks were not "
-        "run. The balanced placement comes at a later boundary, after the recovery.",
+        "best of three repetitions, without messages and waits: so many ranks were not run. The plan is that of all "
+        "cells, with their tables; the one of fewer ranks computes in it. The balanced placement comes at a later "
+        "boundary, after the recovery.",
         tables.agreement,
     ),
     Section(

@@ -359,7 +359,7 @@ def planner(figures: Figures) -> str:
 
 def agreement(figures: Figures) -> str:
     """CPU time of a survivor's work at a loss, by job."""
-    parts = ("reports_s", "promotion_s", "certificate_s")
+    parts = ("reports_s", "promotion_s", "plan_s", "certificate_s")
     rows = [
         (
             f"{row['model']}, {row['layout'].replace(' x ', ' × ')}",
@@ -372,7 +372,7 @@ def agreement(figures: Figures) -> str:
         )
         for row in figures["rows"]
     ]
-    head = ("job", "ranks", "blocks", "reports (ms)", "promotion (ms)", "certificate (ms)", "in all (ms)")
+    head = ("job", "ranks", "blocks", "reports (ms)", "promotion (ms)", "plan (ms)", "certificate (ms)", "in all (ms)")
     return table((*head, "balanced placement (ms)", "vote (ms)"), rows)
 
 

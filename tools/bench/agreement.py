@@ -3,10 +3,11 @@
     python -m tools.bench.agreement [--repeat 3]
 
 State of real models is laid out from their shapes. One rank is lost. What every survivor then computes is timed,
-without what it sends and waits for, and without the plan (``tools.bench.planner``). For each job:
+without what it sends and waits for. For each job:
 
 reports      read all reports from the decision, resolve the step, count the copies
 promotion    make mirrors owners, hash the new placement, list the blocks and messages of this rank
+plan         the plan of the living ranks, its digest, and the order in which units are added up
 certificate  read the statements of all ranks and compare them
 balance      the balanced placement, which a movement begins to reach at a later boundary
 vote         pack a tally and unpack the sums, once a step
@@ -29,10 +30,16 @@ from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.report import Report, reports_of
+from megatron.elastic.engine.generation.shape import CellCut
 from megatron.elastic.engine.generation.view import block_index, routes, unit_groups
 from megatron.elastic.plan.model import Grid
+from megatron.elastic.plan.planner import uniform_profile
+from megatron.elastic.plan.policies.registry import choice_of, policy_named
+from megatron.elastic.plan.profile import PPM
+from megatron.elastic.plan.schedule.finishing import finishing_order
 from megatron.elastic.state.certificate import ParameterClaim, Statement, certify
 from megatron.elastic.state.claims import Claim, Claims
 from megatron.elastic.state.hashing import text_hash
@@ -44,14 +51,17 @@ from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, 
 from tools.bench._common import print_result
 from tools.bench.planner import best
 
-ROWS_OF_A_RANK = 4
 RANKS_OF_A_NODE = 8
 LOST = 5
 
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes of a model. ``key_values``: width of keys, and of values."""
+    """Shapes of a model. ``key_values``: width of keys, and of values; ``batch``: sequences of a step.
+
+    Batches: Narayanan et al., arXiv 2104.04473, Table 1, and for Llama 3 16M tokens in sequences of 8,192 (arXiv
+    2407.21783, section 3.4).
+    """
 
     name: str
     layers: int
@@ -60,6 +70,7 @@ class Model:
     key_values: int
     vocabulary: int
     gated: bool
+    batch: int
 
     def units(self) -> Iterator[tuple[ParamSpec, ...]]:
         """Yield the parameters of each unit, uncut: embedding, layers, final norm and head."""
@@ -80,9 +91,9 @@ def _norm(name: str, width: int) -> ParamSpec:
     return ParamSpec(name, width, (width,), sharded=False)
 
 
-LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 1024, 128256, gated=True)
-LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 1024, 128256, gated=True)
-GPT_175B = Model("GPT-3 175B", 96, 12288, 49152, 12288, 51200, gated=False)
+LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 1024, 128256, gated=True, batch=2048)
+LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 1024, 128256, gated=True, batch=2048)
+GPT_175B = Model("GPT-3 175B", 96, 12288, 49152, 12288, 51200, gated=False, batch=1536)
 
 
 @dataclass(frozen=True)
@@ -100,8 +111,8 @@ class Job:
         layers, ends = self.model.layers // self.pipeline, [0]
         for stage in range(self.pipeline):
             ends.append(ends[-1] + layers + (stage == 0) + (stage == self.pipeline - 1))
-        rows = ROWS_OF_A_RANK * self.data
-        return LaunchTopology(self.tensor, self.pipeline, self.data, tuple(pairwise(ends)), Grid(rows, 1, self.data))
+        grid = Grid(self.model.batch, 1, self.data)
+        return LaunchTopology(self.tensor, self.pipeline, self.data, tuple(pairwise(ends)), grid)
 
     @cached_property
     def layouts(self) -> dict[UnitShard, UnitLayout]:
@@ -145,6 +156,17 @@ class Job:
     def placement(self) -> Placement:
         """The placement before the loss."""
         return initial(self.groups(self.ranks), self.rules(self.ranks))
+
+
+def planned(job: Job) -> None:
+    """Plan for the survivors. A cell of fewer ranks than at launch is slower in proportion."""
+    sizes = CellSizes.of(lambda tensor, parts: PPM // tensor, CellCut(job.tensor))
+    formed = sizes.living_on(Assignment.at_launch(job.topology), job.survivors)
+    topology = sizes.topology(formed, job.survivors)
+    plan = choice_of(policy_named("elaswave"))(topology, uniform_profile(topology.units))
+    assert len(plan.cells) == len(job.ranks) // job.tensor - (job.tensor == 1)
+    assert plan.digest
+    finishing_order(plan, range(topology.units), topology.units)
 
 
 HYPER = Hyper(ConstantSchedule((Rate(1e-4, 0.1),)))
@@ -244,6 +266,7 @@ def measure(job: Job, repeat: int) -> dict[str, float | int | str]:
         "statements_bytes": sum(map(len, said.values())),
         "reports_s": best(repeat, lambda: resolved(job, decision)),
         "promotion_s": best(repeat, lambda: promoted(job, left)),
+        "plan_s": best(repeat, lambda: planned(job)),
         "certificate_s": best(repeat, lambda: certified(job, placement, said)),
         "balance_s": best(repeat, lambda: rebalance(placement, job.groups(survivors), job.rules(survivors))),
         "vote_s": best(repeat, lambda: (layout.pack(tally), layout.unpack(*sums))),
