@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ class Heard(Listener):
     """Notes each event with the version at which it came."""
 
     events: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    collects: dict[str, bool] = field(default_factory=dict)
+    """Whether Python searched for garbage at the first of some events."""
     steps: list[Stepped] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -36,6 +39,7 @@ class Heard(Listener):
     def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         assert outcome.resolution.record is not None and outcome.decision.generation == view.generation
         self.events["settled"].append(view.generation)
+        self.collects.setdefault("settled", gc.isenabled())
 
     def noticed(self, why: str) -> None:
         self.lines.append(why)
@@ -43,6 +47,7 @@ class Heard(Listener):
     def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
         assert recut.target != view.assignment, "called before units move"
         self.events["recut"].append(record.version)
+        self.collects.setdefault("recut", gc.isenabled())
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         assert moved.migration.target == view.configuration, "called when the target is in force"
@@ -78,6 +83,18 @@ def test_every_living_rank_hears_of_every_event_at_the_same_version() -> None:
         assert all(step.computed == step.address.size and step.seconds > 0 for step in one.steps)
         assert [step.attempts for step in one.steps] == [2] + [1] * (STEPS - 2), "the loss made it compute again"
         assert one.steps[-1].state_bytes >= one.steps[0].state_bytes
+
+
+def test_python_searches_for_no_garbage_while_a_rank_recovers_or_plans_anew() -> None:
+    """Ranks are threads of one process here, so the first that is through lets all of them search again."""
+    one = Heard()
+
+    def listen(rank: RankProcess, step: int) -> None:
+        if step == 1:
+            engine_of(rank).context.listener = one
+
+    run(f"{MOVING} seed=1 back=never {LOSS}", Program(fenced=listen))
+    assert one.collects == {"settled": False, "recut": False} and gc.isenabled()
 
 
 def test_a_refusal_is_noticed_on_the_ranks_that_it_concerns_once() -> None:

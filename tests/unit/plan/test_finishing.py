@@ -62,6 +62,10 @@ def test_an_interleaved_stage_is_finished_chunk_by_chunk() -> None:
     assert first_stage == [5, 4, 1, 0]
 
 
+def test_a_cell_that_waits_has_no_final_action() -> None:
+    assert final_actions(plan(1, 2), 7) == {}
+
+
 def test_a_unit_that_no_cell_computes_is_first() -> None:
     assert finishing_order(plan(1, 2), [3, UNITS - 1, UNITS + 4, 99], 100)[0] in (UNITS + 4, 99)
 

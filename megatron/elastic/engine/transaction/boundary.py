@@ -22,6 +22,7 @@ from megatron.elastic.engine.transaction.recover import Recovery
 from megatron.elastic.engine.transaction.reshape import Reshaping
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.search.steady import DecisionOptions
+from megatron.elastic.platform.garbage import garbage_later
 from megatron.elastic.state.record import Agreed
 
 __all__ = ["Boundary"]
@@ -44,6 +45,7 @@ class Boundary:
         self._reshaping = Reshaping(context)
         self._homes = EvenHomes(context)
 
+    @garbage_later()
     def cross(self) -> None:
         """Pass this boundary. Raises ``Released`` on ranks that leave here, and the errors of a recovery."""
         at = self._context

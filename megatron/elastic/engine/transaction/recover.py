@@ -33,6 +33,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.phases import RECOVER
+from megatron.elastic.platform.garbage import garbage_later
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.transfer import prune
 
@@ -70,6 +71,7 @@ class Recovery:
         at.agreement.membership.request(what)
         return self.recover(GenerationChanged(at.view.generation + 1))
 
+    @garbage_later()
     def recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over.
 

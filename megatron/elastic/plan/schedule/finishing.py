@@ -25,7 +25,7 @@ GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 def final_actions(plan: Plan, cell: int) -> Mapping[int, frozenset[int]]:
     """Return index in the table of ``cell`` → the compute units whose gradients are final after that action."""
     last: dict[int, int] = {}
-    for index, units in _last_of_each(plan, plan.table(cell), _ranges_of(plan)[cell]):
+    for index, units in _last_of_each(plan, plan.table(cell), _ranges_of(plan).get(cell, ())):
         for unit in units:
             last.setdefault(unit, index)
     found: dict[int, set[int]] = {}
@@ -53,10 +53,10 @@ def finishing_order(plan: Plan, units: Iterable[int], compute_units: int) -> tup
 
 
 def _ranges_of(plan: Plan) -> Mapping[int, frozenset[range]]:
-    """Return cell → the unit ranges of its pieces."""
-    found: dict[int, set[tuple[int, int]]] = {cell: set() for cell, _ in plan.tables}
+    """Return cell → the unit ranges of its pieces; cells without pieces are left out."""
+    found: dict[int, set[tuple[int, int]]] = {}
     for piece in plan.pieces:
-        found[piece.cell].add((piece.first, piece.end))
+        found.setdefault(piece.cell, set()).add((piece.first, piece.end))
     return {cell: frozenset(range(*one) for one in mine) for cell, mine in found.items()}
 
 
