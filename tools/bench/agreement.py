@@ -40,6 +40,7 @@ from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.plan.policies.registry import choice_of, policy_named
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.plan.schedule.finishing import finishing_order
+from megatron.elastic.platform.garbage import garbage_later
 from megatron.elastic.state.certificate import ParameterClaim, Statement, certify
 from megatron.elastic.state.claims import Claim, Claims
 from megatron.elastic.state.hashing import text_hash
@@ -247,8 +248,9 @@ def certified(job: Job, placement: Placement, texts: dict[int, bytes]) -> None:
     certify(read, job.groups(job.survivors), due, rows, job.survivors, parked_owners=True)
 
 
+@garbage_later()
 def measure(job: Job, repeat: int) -> dict[str, float | int | str]:
-    """Return the times of one job."""
+    """Return the times of one job. As in the engine, Python searches for no garbage meanwhile."""
     decision = decided(job)
     left = resolved(job, decision)
     placement = promoted(job, left)

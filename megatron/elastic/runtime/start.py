@@ -21,6 +21,7 @@ from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.event_kinds import ReadyEvent
+from megatron.elastic.platform.garbage import garbage_later
 from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
@@ -64,6 +65,7 @@ def found(links: Links, job: EngineParts) -> Engine:
     return engine
 
 
+@garbage_later()
 def join(links: Links, job: EngineParts, forward_step: ForwardStep | None = None) -> tuple[Engine, JoinState]:
     """Wait to be admitted, take over the members' context, and return the engine; for newcomers.
 
