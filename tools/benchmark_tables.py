@@ -350,7 +350,14 @@ def planner(figures: Figures) -> str:
         for row in figures["rows"]
     ]
     damage = figures["damage_table"]
-    head = ("cells", "lost", "decision (ms)", "with split backward (ms)", "own tables (ms)", "instant plan (ms)")
+    head = (
+        "cells",
+        "lost",
+        "decision (ms)",
+        "with split backward (ms)",
+        "a pipeline's tables (ms)",
+        "instant plan (ms)",
+    )
     return (
         f"{table(head, rows)}\n\nDecisions for the {damage['scenarios']} damages of the simulator's table: "
         f"{damage['median_s'] * 1e3:.0f} ms (median), {damage['worst_s'] * 1e3:.0f} ms (worst)."

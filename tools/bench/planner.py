@@ -4,9 +4,9 @@
 
 For each size a regular topology (PP 8, 32 layers, 16 micro-batches a replica)
 loses cells, and three things are timed: the decision (instant answer, best
-shape, moves, its hash; also with the backward in two parts), the expansion of the one pipeline a rank needs into
-tables, and, where it is used (small topologies), the whole instant plan with
-its hash. CPU seconds of the best repetition, building the topology excluded.
+shape, moves, its hash; also with the backward in two parts), the expansion of one pipeline into
+tables, and up to 1,000 cells the instant plan of the engine, with all tables and its digest. CPU seconds of the best
+repetition, building the topology excluded. As in the engine, Python searches for no garbage meanwhile.
 Then every damage of the simulator's table (16 to 96 cells, memory for little more
 than 1F1B, backward in two parts): there tables decide between shapes, so that
 these decisions, not those of more cells, are the longest below 10,000.
@@ -26,6 +26,7 @@ from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.plan.search.graph import Shape, candidate_shapes
 from megatron.elastic.plan.search.steady import DecisionOptions, decide, shape_hash, shape_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.platform.garbage import garbage_later
 from megatron.elastic.simulate.scenarios import layer_profile, scenario_list, scenario_topology
 from tools.bench._common import print_result
 
@@ -51,6 +52,7 @@ def decision(topology: Topology, profile: Profile, split: bool = False) -> None:
         shape_hash(shape)
 
 
+@garbage_later()
 def measure(cells: int, repeat: int) -> dict[str, float | int]:
     """Times for one size; one loss per thousand cells, at least one."""
     profile = layer_profile(32)
@@ -61,7 +63,7 @@ def measure(cells: int, repeat: int) -> dict[str, float | int]:
     shape = candidate_shapes(damaged, profile)[0]
     result["decision_split_s"] = best(repeat, lambda: decision(damaged, profile, split=True))
     result["local_tables_s"] = best(repeat, lambda: shape_plan(damaged, shape, profile, only=[0]))
-    if cells <= 128:
+    if cells <= 1_000:
         result["instant_plan_s"] = best(repeat, lambda: instant_plan(damaged, profile).digest)
     return result
 
