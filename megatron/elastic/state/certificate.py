@@ -37,7 +37,10 @@ from megatron.elastic.state.placement import Placement, UnitGroup
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Certificate", "CertificateError", "ParameterClaim", "Statement", "certify", "state_claims"]
+__all__ = ["FEW", "Certificate", "CertificateError", "ParameterClaim", "Statement", "certify", "state_claims"]
+
+FEW = 512
+"""Copies that are compared one by one: that takes less time than the first use of tensor operations in a process."""
 
 
 class CertificateError(RuntimeError):
@@ -177,7 +180,8 @@ def _all_findings(
     if isinstance(mirrors, int):
         mirrors = dict.fromkeys(holders, min(mirrors, len(members) - 1))
     claims = {rank: statement.copies for rank, statement in statements.items()}
-    if not in_agreement(claims, holders, mirrors, version, parked_owners):
+    many = sum(map(len, claims.values())) > FEW
+    if not (many and in_agreement(claims, holders, mirrors, version, parked_owners)):
         yield from _copies(claims, holders, mirrors, version, parked_owners)
     yield from _parameters(statements, groups, version)
     yield from _samples(statements, rows, left_out)

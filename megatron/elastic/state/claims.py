@@ -49,7 +49,7 @@ class Claims:
     versions: bytes = b""
     """int64."""
     lineages: bytes = b""
-    """The hash of the lineage: 16 bytes."""
+    """The bytes of the lineage: 16."""
     contents: Mapping[BlockKey, str] = field(default_factory=dict)
     """Hashes of the contents of some copies."""
     masters: Mapping[BlockKey, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Claims:
             b"".join(part.to_bytes(4, "little", signed=True) for key in claims for part in key),
             bytes(claim.role == "owner" for claim in claims.values()),
             b"".join(claim.version.to_bytes(8, "little", signed=True) for claim in claims.values()),
-            b"".join(xxhash.xxh3_128_digest(claim.lineage) for claim in claims.values()),
+            b"".join(_bytes_of(claim.lineage) for claim in claims.values()),
             {key: claim.content for key, claim in claims.items() if claim.content},
             {key: claim.master for key, claim in claims.items() if claim.master},
         )
@@ -139,6 +139,15 @@ def _equal_contents(claims: Iterable[Claims]) -> bool:
     known = dict[BlockKey, str]()
     pairs = (pair for one in claims for pair in one.contents.items())
     return all(not content or known.setdefault(key, content) == content for key, content in pairs)
+
+
+def _bytes_of(lineage: str) -> bytes:
+    """Return the 16 bytes of a lineage; its hash if it is none that :mod:`hashing` makes: copies bring theirs along."""
+    try:
+        found = bytes.fromhex(lineage)
+    except ValueError:
+        found = b""
+    return found if len(found) == _LINEAGE else xxhash.xxh3_128_digest(lineage)
 
 
 def _column(parts: Iterable[bytes], kind: torch.dtype) -> torch.Tensor:

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from megatron.elastic.comm.messages import decode, encode
+from megatron.elastic.state import certificate
 from megatron.elastic.state.certificate import (
+    FEW,
     CertificateError,
     ParameterClaim,
     Statement,
     certify,
     state_claims,
 )
-from megatron.elastic.state.claims import Claims
+from megatron.elastic.state.claims import Claim, Claims, in_agreement
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Copies, Placement, Rules, UnitGroup, initial
@@ -145,6 +147,29 @@ def test_a_mirror_replayed_from_another_gradient_is_seen_without_hashing_content
     before[rank] = replace(before[rank], copies=Claims.of({**claims, key: other}))
     with pytest.raises(CertificateError, match="made from other state or gradients"):
         certify(before, [GROUP], 1, ROWS, RANKS)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_only_many_copies_are_compared_in_columns_and_a_fault_among_them_is_named(job, many, monkeypatch):
+    used = []
+    monkeypatch.setattr(certificate, "in_agreement", lambda *given: used.append(in_agreement(*given)) or used[-1])
+    layout = UnitLayout.build(1, 0, [ParamSpec("w", FEW << 9, (FEW << 9,), True)], 1 << 10)
+    groups, statements = [GROUP, *[UnitGroup(1, 0, layout.blocks, RANKS)] * many], job.statements()
+    for rank, role in (0, "owner"), (1, "mirror"), (2, ""):
+        further = {block.key: Claim(role, 2, str(block)) for block in layout.blocks} if many and role else {}
+        copies = Claims.of({**statements[rank].copies.single, **further})
+        parameters = statements[rank].parameters._replace(spaces=((0, 0), (1, 0)))
+        statements[rank] = replace(statements[rank], copies=copies, parameters=parameters)
+    certify(statements, groups, 1, ROWS, RANKS)
+    assert used == [True] * many
+    claims = dict(statements[1].copies.single)
+    claims[max(claims)] = claims[max(claims)]._replace(version=1)
+    statements[1] = replace(statements[1], copies=Claims.of(claims))
+    with pytest.raises(CertificateError) as found:
+        certify(statements, groups, 1, ROWS, RANKS)
+    where = f"block {max(claims)} at rank 1 ({claims[max(claims)].role})"
+    assert len(found.value.findings) == 1 and found.value.findings[0].startswith(where)
+    assert used == [True, False] * many
 
 
 def test_swapped_blocks(job):
