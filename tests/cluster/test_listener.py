@@ -28,7 +28,7 @@ class Heard(Listener):
 
     events: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     collects: dict[str, bool] = field(default_factory=dict)
-    """Whether Python searched for garbage at the first of some events."""
+    """Event → True if Python searched for garbage when it came first."""
     steps: list[Stepped] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 

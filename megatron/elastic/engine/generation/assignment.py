@@ -180,17 +180,18 @@ class Assignment:
             more = self.deal.room(len(crew)).most - self.deal.room(len(crew)).least
             mine = dict(dealt(mine, lost, self.deal.experts + more * len(present)))
             homes |= {cell: mine.get(cell, ()) for cell in crew}
-        return before._with_homes(homes)
+        return before.changed(rehomed=tuple(sorted(homes.items())))
 
     def undamaged(self) -> Assignment:
         """Return the assignment in which crews whose experts were dealt for a missing cell have those of the launch."""
         dealt = {cell for crew in self._crews if not all(self._experts[one] for one in crew) for cell in crew}
-        return self._with_homes({cell: mine for cell, mine in self.rehomed if cell not in dealt})
+        return self.changed(rehomed=tuple((cell, mine) for cell, mine in self.rehomed if cell not in dealt))
 
-    def _with_homes(self, rehomed: Mapping[int, tuple[int, ...]]) -> Assignment:
-        """Return the assignment with these homes: itself, which has worked out its tables, if it has them already."""
-        homes = tuple(sorted(rehomed.items()))
-        return self if homes == self.rehomed else replace(self, rehomed=homes)
+    def changed(self, **fields: object) -> Assignment:
+        """Return the assignment with these fields: itself, which has worked out its tables, if it has them already."""
+        if all(getattr(self, name) == value for name, value in fields.items()):
+            return self
+        return replace(self, **fields)  # type: ignore[arg-type]
 
     def balanced(self, load: Mapping[int, Sequence[int]], policy: ExpertPolicy) -> Assignment:
         """Return the assignment in which the cells of each crew have about the same ``load``, or the present one.
@@ -238,7 +239,7 @@ class Assignment:
         rehomed = {cell: mine for cell, mine in self.rehomed if cell not in homes}
         if homes != regular:
             rehomed.update(homes)
-        return self._with_homes(rehomed)
+        return self.changed(rehomed=tuple(sorted(rehomed.items())))
 
     def imbalance(self, load: Mapping[int, Sequence[int]]) -> float:
         """Return the load of the busiest rank of a crew relative to that of a mean one; of the worst crew.

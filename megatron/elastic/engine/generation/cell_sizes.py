@@ -105,8 +105,7 @@ class CellSizes:
 
         ``least``: number of ranks that a cell needs at least, by cell; with fewer it is not formed.
         """
-        undamaged = assignment.undamaged()
-        seated = (replace(undamaged, formed=()) if undamaged.formed else undamaged).seated(living)
+        seated = assignment.undamaged().changed(formed=()).seated(living)
         base, sizes = assignment.base, self._counts(assignment.base)
         team, damaged, needed = base.team or 1, seated.broken(living), dict(least or {})
         alive = {
@@ -141,7 +140,7 @@ class CellSizes:
             for number, cell in seated.cells.items()
             if formed.get(number) or (number not in whole and used.intersection(cell.ranks))
         }
-        return replace(seated, formed=tuple(present.items())) if present else seated
+        return seated.changed(formed=tuple(present.items()))
 
     def _counts(self, base: GridShape) -> tuple[int, ...]:
         """Return the numbers of ranks that a cell of these sizes may have, ascending."""
