@@ -247,9 +247,11 @@ SECTIONS = (
     ),
     Section(
         "journal",
-        "How much does the embedded store work at a loss?",
-        "Each agent appends the reports of its 8 ranks, and each reads them all, through a real server over loopback. "
-        "All agents share two cores here, which takes most of the time until all have read.",
+        "How much does the first agent work at a loss?",
+        "Each agent says what its 8 ranks report, and each reads what all said, through a real server over loopback. "
+        "*Alone*: each appends an entry of its own. *Joint*: they tell the first agent, which appends what it was told "
+        "in few entries, as the launcher does. All agents share two cores here, which takes most of the time until "
+        "all have read.",
         tables.journal,
     ),
     Section(

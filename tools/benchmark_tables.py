@@ -384,12 +384,15 @@ def agreement(figures: Figures) -> str:
 
 
 def journal(figures: Figures) -> str:
-    """The store's work at a loss, by number of nodes."""
+    """The first agent's work at a loss, by number of nodes and the way to the journal."""
+    ways = ("alone", "joint")
+    names = ("processor time of the first agent (s)", "all have read (s)", "entries")
+    heads = ("nodes", *(f"{name}, {way}" for name in names for way in ways))
     rows = [
-        (f"{row['nodes']}", number(row["server_s"]), number(row["all_s"]), f"{row['bytes']:,}")
+        (f"{row['nodes']}", *(number(row[way][key]) for key in ("server_s", "all_s", "entries") for way in ways))
         for row in figures["rows"]
     ]
-    return table(("nodes", "processor time of the server (s)", "all have read (s)", "bytes of a node's entry"), rows)
+    return table(heads, rows)
 
 
 def protection(figures: Figures) -> str:

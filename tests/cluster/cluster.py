@@ -50,7 +50,7 @@ from megatron.elastic.runtime.start import JobGone, found, join
 from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.expert_load import ExpertLoad
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
-from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJournal
+from tests.cluster.control import Agent, ClusterMembership, FirstAgent, Launched, SharedJournal
 from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.grid_model import GridModel
@@ -392,7 +392,10 @@ class Cluster:
         self._wishes = list(scenario.wishes)
         nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.ranks)}
         launched, after = scenario.layout.ranks, respawn_after(scenario)
-        self.agents = [Agent(self.scheduler, self.journal, node, nodes, launched, after, self._start) for node in nodes]
+        first = FirstAgent(self.scheduler, self.journal, nodes)
+        self.agents = [
+            Agent(self.scheduler, self.journal, node, nodes, launched, after, self._start, first) for node in nodes
+        ]
 
     def _start(self, rank: int, incarnation: int, newcomer: bool) -> Launched:
         started = RankProcess(self, rank, incarnation, newcomer)

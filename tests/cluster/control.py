@@ -3,19 +3,21 @@
 What decides is the real code. Every agent has its own view of the real :class:`Journal`, whose store is in this
 process, and its own :class:`Generations`, to which it applies the entries at its own pace. The real
 :class:`WorkerMessages` turns the messages of workers into events, the real :func:`notify_worker` writes those to them,
-and the worker's half is the real :class:`WorkerProtocol`. Only what carries messages, and the ends and starts of
+and the worker's half is the real :class:`WorkerProtocol`. Agents speak to the first one by the real :class:`OwnEvents`
+and :class:`JointEntries`, over connections that break by chance. Only what carries messages, and the ends and starts of
 processes, are made here.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Readmitted
+from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Part, Readmitted, Together
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import BEGIN, Journal, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
@@ -26,12 +28,16 @@ from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.wire import encode
 from megatron.elastic.launch.agent.notify_workers import notify_worker
+from megatron.elastic.launch.agent.own_events import JointEntries, OwnEvents, told
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
 
-__all__ = ["Agent", "ClusterMembership", "Launched", "SharedJournal"]
+__all__ = ["Agent", "ClusterMembership", "FirstAgent", "Launched", "SharedJournal"]
 
+_BREAKS = 0.02
+"""Probability that the connection to the first agent breaks before, and behind, what is said."""
+_HOLD_SECONDS = 0.0005
 _READMITTED_AFTER = 0.05
 """Seconds after which a rank that a user lets in is started, where lost ranks do not return by themselves."""
 
@@ -48,6 +54,11 @@ class SharedJournal:
         """A view of its own for an agent that has ``read`` so far."""
         return Journal(self._store, self._signer, read)
 
+    def events(self) -> Iterator[Event]:
+        """Yield all entries, and the parts of those that agents said together."""
+        for entry in self.entries:
+            yield from (part.event for part in entry.parts) if isinstance(entry, Together) else (entry,)
+
     def append(self, event: Event) -> None:
         """At the end."""
         self.entries += [found for _, found in self._end.append(event) if found is not None]
@@ -56,6 +67,64 @@ class SharedJournal:
         """Only if nothing came behind what its author has ``read``."""
         if self.view(read).append_next(event):
             self.entries += [found for _, found in self._end.follow(0.0) if found is not None]
+
+
+class FirstAgent:
+    """What agents say to the first one: it hears them by chance, and a connection may break in between."""
+
+    def __init__(self, scheduler: Scheduler, journal: SharedJournal, nodes: Mapping[int, Node]) -> None:
+        self._scheduler = scheduler
+        self._said: dict[int, deque[bytes]] = {node: deque() for node in nodes}
+        self._broken: set[int] = set()
+        """Nodes whose agents have yet to learn that their connection broke."""
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._entries = JointEntries(nodes, self, journal.append, _HOLD_SECONDS)
+
+    def now(self) -> float:
+        """Seconds of the run (:class:`Timers`)."""
+        return self._scheduler.now
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call once, ``seconds`` from now (:class:`Timers`)."""
+        self._timers.append((self.now() + seconds, call))
+
+    def until_due(self) -> float | None:
+        """Seconds until an entry is due that was held back; None if there is none."""
+        return max(0.0, min(when for when, _ in self._timers) - self.now()) if self._timers else None
+
+    def tell(self, node: int, parts: tuple[Part, ...]) -> bool:
+        """Say ``parts`` for ``node``. False if it has no connection at this moment."""
+        if node == 0:
+            self._entries.take(parts)
+            return True
+        chance = self._scheduler.random.random
+        if node in self._broken or chance() < _BREAKS:
+            return False
+        self._said[node].append(told(parts))
+        if chance() < _BREAKS:  # what was not heard is lost
+            self._said[node].clear()
+            self._broken.add(node)
+        return True
+
+    def broke(self, node: int) -> bool:
+        """True if the agent of ``node`` has yet to learn that its connection broke."""
+        return node in self._broken
+
+    def connect(self, node: int) -> None:
+        """The agent of ``node`` has a connection again."""
+        self._broken.discard(node)
+
+    def due(self) -> list[Callable[[], None]]:
+        """What the first agent may do next: hear an agent, or append what it held back."""
+        due = [partial(self._hear, node) for node, said in self._said.items() if said]
+        return [*due, self._appends] if self.until_due() == 0.0 else [*due]
+
+    def _hear(self, node: int) -> None:
+        self._entries.hear(node, 0, self._said[node].popleft())
+
+    def _appends(self) -> None:
+        _, call = self._timers.pop(0)
+        call()
 
 
 @dataclass
@@ -141,6 +210,7 @@ class Agent:
         launched: int,
         respawn_after: float | None,
         start: Callable[[int, int, bool], Launched],
+        first: FirstAgent,
     ) -> None:
         self.node, self.process = node, Process(f"agent {node}")
         self.state = Generations(
@@ -155,8 +225,10 @@ class Agent:
         self._read, self._tried = journal.view(), -1
         self.over = False
         """True once the job is over, as far as this agent knows."""
+        self._first = first
+        self._own = OwnEvents(node, self.state, journal.append, lambda parts: first.tell(node, parts))
         self._messages = WorkerMessages(
-            self.state, self._ranks, journal.append, self._greet, lambda worker: None, lambda: scheduler.now
+            self.state, self._ranks, self._own.append, self._greet, lambda worker: None, lambda: scheduler.now
         )
 
     def run(self) -> None:
@@ -164,24 +236,32 @@ class Agent:
         for rank in self._ranks:
             self._workers[rank] = self._start(rank, 0, rank >= self.state.nominal)
         while True:
-            self._scheduler.wait(self._has_work, self._until_a_start())
+            self._scheduler.wait(self._has_work, self._until_due())
             due = self._due()
             if due:
                 self._scheduler.random.choice(due)()
 
     def _has_work(self) -> bool:
-        if self._read.position < len(self._journal.entries):
+        if self._read.position < len(self._journal.entries) or self._first.broke(self.node):
+            return True
+        if self.node == 0 and self._first.due():
             return True
         return any(one.said or one.process.dead for one in self._workers.values())
 
-    def _until_a_start(self) -> float | None:
-        return max(0.0, min(self._starts)[0] - self._scheduler.now) if self._starts else None
+    def _until_due(self) -> float | None:
+        waits = [max(0.0, min(self._starts)[0] - self._scheduler.now)] if self._starts else []
+        held = self._first.until_due() if self.node == 0 else None
+        return min([*waits, *([] if held is None else [held])], default=None)
 
     def _due(self) -> list[Callable[[], None]]:
         """The next actions of this agent. The first one is chosen by chance, as one of several readable sockets is."""
         due: list[Callable[[], None]] = []
         if self._read.position < len(self._journal.entries):
             due.append(self._deliver)
+        if self._first.broke(self.node):
+            due.append(self._connect)
+        if self.node == 0:
+            due += self._first.due()
         for launched in self._workers.values():
             if launched.said and not launched.process.dead:
                 due.append(lambda one=launched: self._hear(one))  # type: ignore[misc]
@@ -198,14 +278,27 @@ class Agent:
         worker = launched.worker
         del self._workers[worker.rank]
         if launched.finished is not None:
-            self._journal.append(Finished(worker.rank, worker.incarnation, launched.finished))
+            self._own.append(Finished(worker.rank, worker.incarnation, launched.finished))
             return
         loss = Loss(worker.rank, worker.incarnation, self._host, "signal SIGKILL")
-        self._journal.append(Lost((loss,), (-1,), self._scheduler.now))
+        self._own.append(Lost((loss,), (-1,), self._scheduler.now))
+
+    def _connect(self) -> None:
+        self._first.connect(self.node)
+        self._own.way_lost()
 
     def _deliver(self) -> None:
-        _, event = next(self._read.follow(0.0))  # others that are there come later, with other events between them
-        assert event is not None, "an entry that does not verify"
+        _, entry = next(self._read.follow(0.0))  # others that are there come later, with other events between them
+        assert entry is not None, "an entry that does not verify"
+        for event in self.state.events_of(entry):
+            self._take_in(event)
+        self._own.seen()
+        self.over = self.state.over()
+        if self.state.ready() and self.state.coordinator() == self.node and self._tried != self._read.position:
+            self._tried = self._read.position
+            self._journal.append_next(self._read.mark, Decided(self.state.frozen, self.node))
+
+    def _take_in(self, event: Event) -> None:
         frozen = self.state.frozen
         self.state.apply(event)
         if self.state.frozen != frozen:
@@ -218,10 +311,6 @@ class Agent:
         for launched in self._workers.values():
             self._notify(launched)
         self._messages.report_if_complete()
-        self.over = self.state.over()
-        if self.state.ready() and self.state.coordinator() == self.node and self._tried != self._read.position:
-            self._tried = self._read.position
-            self._journal.append_next(self._read.mark, Decided(self.state.frozen, self.node))
 
     def _respawn(self, lost: Mapping[int, int]) -> None:
         """Start these ranks of this node later, if they are to return. ``lost``: rank → its incarnation."""

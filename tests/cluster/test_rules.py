@@ -154,7 +154,7 @@ class Rule:
 
 def kill_once_it_has_reported(run: cluster.Cluster) -> None:
     """Rank 2 is lost when all have reported for generation 2, and before a decision is read."""
-    run.scheduler.wait(lambda: any(isinstance(e, Reported) and e.entries[0].rank == 2 for e in run.journal.entries))
+    run.scheduler.wait(lambda: any(isinstance(e, Reported) and e.entries[0].rank == 2 for e in run.journal.events()))
     next(process for process in run.processes if process.rank == 2).kill()
     run.scheduler.wait(lambda: False)
 

@@ -29,12 +29,15 @@ __all__ = [
     "Lost",
     "NodeBack",
     "NodeLost",
+    "OwnEvent",
+    "Part",
     "Readmitted",
     "Reformed",
     "Reported",
     "Requested",
     "Reshaped",
     "Suspected",
+    "Together",
     "Waiting",
     "Wanted",
 ]
@@ -209,6 +212,40 @@ class JobEnded(_Event, frozen=True):
     why: str
 
 
+OwnEvent = Lost | Waiting | Reported | Requested | Finished
+"""What an agent says of the ranks of its own node. Each of these may be said by every node at the same moment."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ``number``-th event, from 1, that the agent of ``node`` says of its own ranks in its life ``epoch``."""
+
+    node: Int64
+    epoch: Int64
+    number: Int64
+    event: OwnEvent
+
+    def ranks(self) -> tuple[Rank, ...]:
+        """The ranks that it speaks of."""
+        match self.event:
+            case Lost(losses):
+                return tuple(loss.rank for loss in losses)
+            case Waiting(entries) | Reported(_, entries):
+                return tuple(entry.rank for entry in entries)
+            case Requested(_, ranks):
+                return ranks
+            case Finished(rank):
+                return (rank,)
+
+
+class Together(_Event, frozen=True):
+    """What agents said of their own ranks, each part in the order of its agent.
+
+    A part may be in the journal several times, by different ways. It counts once, and behind the part before it.
+    """
+
+    parts: tuple[Part, ...]
+
+
 Event = (
     Lost
     | NodeLost
@@ -230,6 +267,7 @@ Event = (
     | Stepping
     | Recovered
     | Reprotected
+    | Together
     | Decided
     | JobEnded
 )

@@ -21,7 +21,7 @@ Invariants (tests/unit/control/test_generation_orders.py walks all interleavings
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -44,6 +44,7 @@ from megatron.elastic.control.events import (
     Reported,
     Requested,
     Reshaped,
+    Together,
     Waiting,
     Wanted,
 )
@@ -88,6 +89,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """The drain of the whole job is for good: a user asked for it to stop."""
     enlisted: set[int] = set()
     """Extra ranks that are to compute although none of the launch is missing."""
+    taken: dict[int, tuple[int, int]] = {}
+    """Node → (life, number) of the newest :class:`Part` of its agent that was taken in."""
     _requests: dict[Request, set[int]] = {}
     _joining: bool = False
     """Newcomers wait to be admitted. Set until they are: a member that saw it must not wait for one that did not."""
@@ -223,6 +226,25 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
 
     # -- events -------------------------------------------------------------
 
+    def events_of(self, entry: Event) -> Iterator[Event]:
+        """Yield the events of the journal's next ``entry`` that are to be applied, each before the next is asked for.
+
+        A part counts once, directly behind the part before it, and in the present life of its node only.
+        """
+        if not isinstance(entry, Together):
+            yield entry
+            return
+        for part in entry.parts:
+            node = self.nodes.get(part.node)
+            if node is not None and part.epoch == node.epoch and part.number == self.newest_part(part.node) + 1:
+                self.taken[part.node] = part.epoch, part.number
+                yield part.event
+
+    def newest_part(self, node: int) -> int:
+        """Return the number of the newest part of ``node``, in its present life, that was taken in; 0 before any."""
+        epoch, number = self.taken.get(node, (0, 0))
+        return number if epoch == self.nodes[node].epoch else 0
+
     def apply(self, event: Event) -> None:  # noqa: C901, PLR0912 - a case for each kind of event
         """Take the next event of the journal. Stale or senseless ones change nothing."""
         if self.ended is not None:
@@ -265,6 +287,9 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
                 self.reshapes.told(event.number, event.state, event.text)
             case Decided():
                 self._decide(event)
+            case Together():
+                for one in self.events_of(event):
+                    self.apply(one)
             case JobEnded():
                 self.ended = event
         if self.fresh:  # every rank is needed

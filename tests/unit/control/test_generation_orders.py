@@ -17,11 +17,13 @@ from megatron.elastic.control.events import (
     Lost,
     NodeBack,
     NodeLost,
+    Part,
     Readmitted,
     Reformed,
     Reported,
     Requested,
     Reshaped,
+    Together,
     Waiting,
     Wanted,
 )
@@ -57,6 +59,10 @@ def check_step(before: tuple[int, int], state: Generations, dead: set[tuple[int,
 
 
 def apply_checked(state: Generations, event: Event, dead: set[tuple[int, int]]) -> None:
+    if isinstance(event, Together):
+        for one in state.events_of(event):
+            apply_checked(state, one, dead)
+        return
     before = (state.frozen, state.decided)
     state.apply(event)
     assert not (state.fresh and state.quarantine.out()), "it would wait for whom it does not start"
@@ -83,7 +89,7 @@ def test_every_order_of_two_losses_a_join_and_their_reports_keeps_the_invariants
     assert walked == 1680
 
 
-EVENTS = st.one_of(
+OWN_EVENTS = st.one_of(
     st.builds(loss, st.integers(0, 3), st.integers(0, 2)),
     st.builds(lambda r, i: Waiting((entry(r, i),)), st.integers(0, 4), st.integers(0, 3)),
     st.builds(
@@ -91,7 +97,6 @@ EVENTS = st.one_of(
         st.integers(0, 8),
         st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=4),
     ),
-    st.builds(Decided, st.integers(0, 8), st.integers(0, 1)),
     st.builds(
         lambda w, r, g: Requested(w, tuple(r), g),
         st.sampled_from([r for r in Request if r is not Request.SETUP and r is not Request.BEGIN]),
@@ -99,6 +104,12 @@ EVENTS = st.one_of(
         st.integers(0, 8),
     ),
     st.builds(Finished, st.integers(0, 4), st.integers(0, 2), st.integers(0, 5), st.booleans()),
+)
+PARTS = st.builds(Part, st.integers(0, 2), st.integers(0, 2), st.integers(1, 4), OWN_EVENTS)
+EVENTS = st.one_of(
+    OWN_EVENTS,
+    st.builds(lambda parts: Together(tuple(parts)), st.lists(PARTS, max_size=3)),
+    st.builds(Decided, st.integers(0, 8), st.integers(0, 1)),
     st.builds(NodeLost, st.integers(0, 2), st.integers(0, 2), st.just("gone")),
     st.builds(NodeBack, st.integers(0, 2), st.integers(0, 3), st.just("h")),
     st.builds(Reformed, st.integers(0, 8), st.just("why")),

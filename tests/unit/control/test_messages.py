@@ -24,6 +24,7 @@ from megatron.elastic.control.snapshot import _STATE, _State
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.wire import Codec, FrameReader, ProtocolError, encode, frame, printable
 from megatron.elastic.launch.agent.node_leases import _LEASE, _Lease
+from megatron.elastic.launch.agent.own_events import _SAID, _Said
 from megatron.elastic.launch.agent.presence import _INTRODUCTIONS, _LISTENERS, _Introduction, _Listener
 from megatron.elastic.launch.agent.rendezvous import _CARDS, _LAUNCHES, _Card, _Launch
 from tests.unit.control.struct_values import values
@@ -40,6 +41,7 @@ PROTOCOL: dict[str, tuple[Any, Codec[Any]]] = {
     "leases": (_Lease, _LEASE),
     "listener": (_Listener, _LISTENERS),
     "introductions": (_Introduction, _INTRODUCTIONS),
+    "said to the first agent": (_Said, _SAID),
     "cards": (_Card, _CARDS),
     "launches": (_Launch, _LAUNCHES),
 }

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 import pytest
 
@@ -16,22 +17,30 @@ from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.timing import Timing
+from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.presence import Presence
 
+T = TypeVar("T")
 SEAL = Signer(Credentials("ab" * 16, "run"))
 TIMING = Timing.derive(5.0)
 HOST = "127.0.0.1"
 
 
 class Agents:
-    """The first agent's side, and as many callers as a test wants; ``told``: (by, doubt or trust, node)."""
+    """The first agent's side, and as many callers as a test wants.
+
+    ``told``: (by, doubt or trust, node); ``heard``: (node, life, body) of what was said; ``broken``: whose connection
+    broke, as that agent was told.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
         self.store = LocalStore(Keys())
         self.nodes = {n: Node(f"h{n}", (n,), agent=f"agent{n}") for n in range(3)}
         self.told: list[tuple[int, str, int]] = []
+        self.heard: list[tuple[int, int, bytes]] = []
+        self.broken: list[int] = []
         self.made: dict[int, Presence] = {}
         self._stack = stack
         self.start(0)
@@ -45,6 +54,8 @@ class Agents:
             AgentPlace(node, token or f"agent{node}", self.nodes, self.store, SEAL, TIMING, loop),
             doubt=lambda other: self.told.append((node, "doubt", other)),
             trust=lambda other: self.told.append((node, "trust", other)),
+            hear=self.hear,
+            broken=lambda: self.broken.append(node),
         )
         loop.post(lambda: presence.start(HOST, HOST))
         thread = threading.Thread(target=loop.run, daemon=True)
@@ -54,6 +65,11 @@ class Agents:
         self._stack.callback(loop.post, loop.stop)
         self.made[node] = presence
         return presence
+
+    def hear(self, node: int, epoch: int, body: bytes) -> None:
+        if body == b"nonsense":
+            raise ProtocolError("not what agents say")
+        self.heard.append((node, epoch, body))
 
     def call(self) -> tuple[socket.socket, str]:
         """A connection of a stranger, and the number it was given."""
@@ -145,3 +161,76 @@ def test_an_agent_that_took_its_place_anew_introduces_itself_anew_without_a_doub
     presence.start(HOST, HOST)
     until(lambda: agents.told_times(0, "trust", 1) == 2)
     assert agents.told_times(0, "doubt", 1) == 0
+
+
+def on_loop(presence: Presence, call: Callable[[], T]) -> T:
+    """The result of ``call`` on the loop of an agent."""
+    results: list[T] = []
+    presence._loop.post(lambda: results.append(call()))
+    until(lambda: bool(results))
+    return results[0]
+
+
+def connected(agents: Agents, node: int) -> Presence:
+    presence = agents.start(node)
+    until(lambda: (node, "trust", 0) in agents.told)
+    return presence
+
+
+def test_what_agents_say_is_heard_whole_and_each_in_its_order(agents: Agents) -> None:
+    callers = {node: connected(agents, node) for node in (1, 2)}
+    said = [b"%d/" % number + b"x" * (number * 500) for number in range(20)]
+    for body in said:
+        for presence in callers.values():
+            assert on_loop(presence, lambda p=presence, b=body: p.say(b))  # type: ignore[misc]
+    until(lambda: len(agents.heard) == 2 * len(said))
+    for node in callers:
+        assert [body for by, life, body in agents.heard if (by, life) == (node, 0)] == said
+
+
+def test_nothing_is_said_without_a_connection(agents: Agents) -> None:
+    presence = connected(agents, 1)
+    on_loop(presence, presence.call_again)
+    assert not on_loop(presence, lambda: presence.say(b"hello")) and not agents.heard
+    until(lambda: 1 in agents.broken)
+    until(lambda: on_loop(presence, lambda: presence.say(b"again")))
+    until(lambda: agents.heard == [(1, 0, b"again")])
+
+
+def test_a_first_agent_that_reads_nothing_makes_no_other_one_wait(agents: Agents) -> None:
+    presence, held = connected(agents, 1), threading.Event()
+
+    def reads_nothing() -> None:
+        held.wait(20)
+
+    agents.made[0]._loop.post(reads_nothing)
+    body = b"x" * (1 << 20)
+    until(lambda: not on_loop(presence, lambda: presence.say(body)))
+    held.set()
+    until(lambda: 1 in agents.broken)
+
+
+def test_what_no_agent_says_ends_its_connection(agents: Agents) -> None:
+    presence = connected(agents, 1)
+    assert on_loop(presence, lambda: presence.say(b"nonsense"))
+    until(lambda: agents.told_times(0, "doubt", 1) == 1)
+    until(lambda: agents.told_times(0, "trust", 1) == 2)
+    assert not agents.heard
+
+
+@pytest.mark.parametrize("place", ["presence/said/{nonce}/1", "presence/said/another/0", "presence/hello"])
+def test_a_line_that_was_signed_for_another_place_is_not_heard(agents: Agents, place: str) -> None:
+    connection, nonce = agents.call()
+    connection.sendall(hello(nonce))
+    assert connection.recv(100) == b"accepted\n"
+    connection.sendall(SEAL.sign(place.format(nonce=nonce), b"hello") + b"\n")
+    assert connection.recv(100) == b"" and not agents.heard
+
+
+def test_an_agent_that_is_the_first_one_no_more_hears_nothing(agents: Agents) -> None:
+    presence = connected(agents, 1)
+    agents.nodes[0].agent = "another"
+    assert on_loop(presence, lambda: presence.say(b"hello"))
+    until(lambda: 1 in agents.broken)
+    assert not agents.heard
+    assert not on_loop(presence, lambda: presence.say(b"hello")), "nor does it accept a connection"

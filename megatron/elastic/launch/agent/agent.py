@@ -27,6 +27,7 @@ from megatron.elastic.control.events import (
     Lost,
     NodeBack,
     NodeLost,
+    Part,
     Readmitted,
     Suspected,
 )
@@ -53,6 +54,7 @@ from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.old_run import PlaceWait
+from megatron.elastic.launch.agent.own_events import JointEntries, OwnEvents, hold_seconds, told
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -95,7 +97,11 @@ class Agent:
         self._journal_io = JournalIO(
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
-        self.append = self._journal_io.append
+        self._joint_entries = JointEntries(
+            members.nodes, loop, self._journal_io.append, hold_seconds(len(members.nodes))
+        )
+        self._own_events = OwnEvents(self.node, self.state, self._journal_io.append, self._tell_first)
+        self.append = self._own_events.append
         # Sources of events: messages of workers, leases of other nodes, hangs, commands of users.
         self._worker_messages = WorkerMessages(
             self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving, self.clock.now
@@ -109,7 +115,8 @@ class Agent:
         self._presence: Presence | None = None
         if len(members.nodes) > 1:
             leases = self._leases = NodeLeases(place, self._extend_leases, self._node_lost, self.clock.hear)
-            self._presence = Presence(place, leases.doubt, leases.trust)
+            hear, broken = self._joint_entries.hear, self._own_events.way_lost
+            self._presence = Presence(place, leases.doubt, leases.trust, hear, broken)
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
         self._sources = Sources(
             job.run_id,
@@ -154,6 +161,7 @@ class Agent:
         self._conditions.start()
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
+        self._loop.every(self.timing.lease, self._own_events.look)
         if self._active:
             self._show_up()
             self._start_when_leased(lambda rank: 0)
@@ -302,15 +310,30 @@ class Agent:
 
     # -- what the journal says --------------------------------------------------------
 
-    def _deliver(self, position: int, event: Event | None) -> None:
+    def _deliver(self, position: int, entry: Event | None) -> None:
         self._next_position = position + 1
-        if event is None or self.exit_code is not None:
+        if entry is None or self.exit_code is not None:
             return
+        for event in self.state.events_of(entry):
+            self._take_in(event)
+            if self.state.over():
+                break
+        self._own_events.seen()
+        self._decide_if_ready()
+        if self.state.over():
+            self._finish()
+        elif self._active:
+            self._journal_trimming.read(self._journal_io.mark, self._journal_io.needed)
+
+    def _take_in(self, event: Event) -> None:
         frozen, decided = self.state.frozen, self.state.decided
         if isinstance(event, NodeLost) and not self.state.lives(event.node, event.epoch):
             return
         if isinstance(event, Lost | NodeLost):
             self.clock.hear(event.at)
+        if isinstance(event, NodeLost) and event.node == 0 and self._presence is not None:
+            self._presence.call_again()  # a stopped process keeps its connections, and hears nothing
+            self._own_events.way_lost()
         known = len(self.state.losses)
         self.state.apply(event)
         self._history.follow(event, self.state)
@@ -330,11 +353,6 @@ class Agent:
         if self.state.decided != decided and self.state.decision is not None:
             self._respawn.admitted(self.state.decision)
         self._worker_messages.report_if_complete()
-        self._decide_if_ready()
-        if self.state.over():
-            self._finish()
-        elif self._active:
-            self._journal_trimming.read(self._journal_io.mark, self._journal_io.needed)
 
     def _react(self, event: Event, lost: Sequence[Loss]) -> None:
         """``lost``: the processes that ``event`` lost."""
@@ -379,6 +397,13 @@ class Agent:
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:
             self._hang_arbiter.hear(event)
+
+    def _tell_first(self, parts: tuple[Part, ...]) -> bool:
+        """Tell the first agent. False if there is no connection to it."""
+        if self.node == 0:
+            self._joint_entries.take(parts)
+            return True
+        return self._presence is not None and self._presence.say(told(parts))
 
     def _worker_opened(self, worker: Worker) -> None:
         self._pool.watch_lock(worker)

@@ -10,6 +10,10 @@ A caller proves that it is an agent of this job and holds its node's place: it s
 number that the listener has just made up together with its node, epoch and token. So nothing
 that was recorded opens a connection. Unknown callers may wait ``timing.lease`` for nothing; when
 too many do, the oldest gives way to the next, so that agents still get in.
+
+Over the connection an agent says what is to be in the journal (:meth:`Presence.say`), a signed line each. A line is
+signed for the number of the connection and its own, so none is left out, repeated or from elsewhere. Whether it was
+heard shows in the journal alone.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ from megatron.elastic.launch.agent.agent_place import AgentPlace
 __all__ = ["Presence"]
 
 _LINE_LIMIT = 4096
+_SAID_LIMIT = 1 << 26
+"""Bytes of a line of an agent that has introduced itself."""
+_RECEIVED = 1 << 16
 _UNKNOWN = 64
 _LISTENER, _HELLO = "presence", "presence/hello"
 _ACCEPTED = b"accepted\n"
@@ -67,24 +74,42 @@ class _Caller:
     buffer: bytearray = field(default_factory=bytearray)
     agent: tuple[int, int] | None = None
     """(node, epoch), once it has proved them."""
+    heard: int = 0
+    """Number of lines that it has said since."""
+
+
+@dataclass
+class _Line:
+    """An agent's own connection to the first one, once it was accepted."""
+
+    socket: socket.socket
+    nonce: str
+    said: int = 0
 
 
 class Presence:
-    """See the module docstring. Callbacks run on the loop's thread."""
+    """See the module docstring. Callbacks run on the loop's thread.
+
+    ``hear(node, epoch, body)``: what another agent said, to the first one; it raises :class:`ProtocolError` for what
+    no agent says. ``broken()``: what this one said last may not have been heard.
+    """
 
     def __init__(
         self,
         place: AgentPlace,
         doubt: Callable[[int], None],
         trust: Callable[[int], None],
+        hear: Callable[[int, int, bytes], None],
+        broken: Callable[[], None],
     ) -> None:
         self._place, self._loop, self._timing = place, place.loop, place.timing
-        self._doubt, self._trust = doubt, trust
+        self._doubt, self._trust, self._heard, self._broken = doubt, trust, hear, broken
         self._listener: socket.socket | None = None
         self._callers: dict[int, _Caller] = {}
         self._newest: dict[int, int] = {}
         """Node → descriptor of the newest connection of its agent."""
         self._call: socket.socket | None = None
+        self._line: _Line | None = None
         self._calling = False
 
     def start(self, host: str, address: str) -> None:
@@ -100,8 +125,33 @@ class Presence:
         elif not self._calling:
             self._calling = True
             threading.Thread(target=self._keep_calling, args=(host,), name="presence", daemon=True).start()
-        elif self._call is not None:
-            _shut(self._call)  # it was introduced in another life; the thread calls again
+        else:
+            self.call_again()  # it was introduced in another life
+
+    def say(self, body: bytes) -> bool:
+        """Say ``body`` to the first agent, behind what was said before. False if there is no connection.
+
+        Never waits: a connection that takes no more is given up.
+        """
+        line = self._line
+        if line is None:
+            return False
+        data = self._place.signer.sign(_said(line.nonce, line.said), body) + b"\n"
+        line.said += 1
+        try:
+            sent = line.socket.send(data, socket.MSG_NOSIGNAL)
+        except OSError:
+            sent = 0
+        if sent < len(data):
+            self._line = None
+            _shut(line.socket)
+        return sent == len(data)
+
+    def call_again(self) -> None:
+        """Give up the connection to the first agent, if there is one; the thread makes another."""
+        call, self._line = self._call, None
+        if call is not None:
+            _shut(call)
 
     # -- the first agent ------------------------------------------------------------
 
@@ -137,29 +187,52 @@ class Presence:
             self._drop(fd)
 
     def _hear(self, fd: int, caller: _Caller) -> None:
+        known = caller.agent is not None
         try:
-            data = caller.socket.recv(_LINE_LIMIT)
+            data = caller.socket.recv(_RECEIVED if known else _LINE_LIMIT)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         caller.buffer += data
-        if not data or len(caller.buffer) > _LINE_LIMIT or caller.agent is not None:
-            self._drop(fd)  # an agent that has introduced itself says nothing more
-        elif caller.buffer.endswith(b"\n"):
+        if not data or len(caller.buffer) > (_SAID_LIMIT if known else _LINE_LIMIT):
+            self._drop(fd)
+        elif caller.buffer.endswith(b"\n") and not known:
             self._introduce(fd, caller, bytes(caller.buffer[:-1]))
+        elif known and b"\n" in data:
+            self._take_lines(fd, caller)
+
+    def _take_lines(self, fd: int, caller: _Caller) -> None:
+        assert caller.agent is not None
+        *lines, rest = bytes(caller.buffer).split(b"\n")
+        caller.buffer = bytearray(rest)
+        try:
+            for line in lines:
+                body = self._place.signer.open(_said(caller.nonce, caller.heard), line)
+                if body is None or not self._holds_place:
+                    raise ProtocolError("not the next line of this connection, or this agent is the first one no more")
+                caller.heard += 1
+                self._heard(*caller.agent, body)
+        except ProtocolError:
+            self._drop(fd)
+
+    @property
+    def _holds_place(self) -> bool:
+        mine = self._place.nodes[self._place.node]
+        return mine.alive and mine.agent == self._place.token
 
     def _introduce(self, fd: int, caller: _Caller, line: bytes) -> None:
         try:
             hello = _INTRODUCTIONS.decode(self._place.signer.open(_HELLO, line) or b"")
             node = self._place.nodes.get(hello.node)
             held = node is not None and (hello.epoch, hello.agent) == (node.epoch, node.agent)
-            if hello.nonce != caller.nonce or not held:
+            if hello.nonce != caller.nonce or not held or not self._holds_place:
                 raise ProtocolError("an answer to another question, or an agent that holds no place")
         except ProtocolError:
             self._drop(fd)
             return
         caller.agent = hello.node, hello.epoch
+        caller.buffer.clear()
         self._newest[hello.node] = fd
         self._trust(hello.node)
         try:
@@ -212,6 +285,8 @@ class Presence:
                     call.sendall(self._place.signer.sign(_HELLO, encode(hello)) + b"\n")
                     if reader.readline(_LINE_LIMIT) != _ACCEPTED:
                         return False
+                call.setblocking(False)
+                self._line = _Line(call, nonce)
                 self._loop.post(lambda: self._trust(0))
                 poll = select.poll()
                 poll.register(call, select.POLLIN)
@@ -219,10 +294,16 @@ class Presence:
         except (OSError, ValueError):
             return False
         finally:
-            self._call = None
+            self._call = self._line = None
+        self._loop.post(self._broken)
         if not store.embedded:  # else the end of the store says it, to the journal's follower
             self._loop.post(lambda: self._doubt(0))
         return True
+
+
+def _said(nonce: str, number: int) -> str:
+    """Return what the ``number``-th line of a connection is signed for."""
+    return f"presence/said/{nonce}/{number}"
 
 
 def _shut(call: socket.socket) -> None:
