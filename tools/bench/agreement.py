@@ -27,7 +27,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.messages import decode, encode
-from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.membership import Decision, each_once
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.cell_sizes import CellSizes
@@ -173,9 +173,9 @@ def planned(job: Job) -> None:
 HYPER = Hyper(ConstantSchedule((Rate(1e-4, 0.1),)))
 
 
-def report(rank: int) -> str:
+def report() -> str:
     """Return the report of a rank that was computing a step."""
-    holdings = Holdings(rank, 0, 0, (GradientKey(0, 1),), (StepRecord.initial(HYPER),))
+    holdings = Holdings(0, 0, (GradientKey(0, 1),), (StepRecord.initial(HYPER),))
     return Report(holdings, phase=1, done=False, parameters=0, held_for=text_hash("")).to_text()
 
 
@@ -185,8 +185,8 @@ def decided(job: Job) -> bytes:
         rank: Address(rank, 1, f"node{rank // RANKS_OF_A_NODE}", {"ip": "10.0.0.1", "port": 1, "broken": []})
         for rank in job.survivors
     }
-    reports = {rank: report(rank) for rank in job.survivors}
-    return msgspec.json.encode(Decision(2, members, "loss", reports=reports))
+    texts, text_of = each_once(dict.fromkeys(job.survivors, report()))
+    return msgspec.json.encode(Decision(2, members, "loss", texts=texts, text_of=text_of))
 
 
 def resolved(job: Job, text: bytes) -> Placement:

@@ -187,7 +187,7 @@ def _agents(pipe: Connection, port: int, here: range, total: int, way: str) -> N
 def _reported(node: int) -> Reported:
     ranks = range(RANKS_OF_A_NODE * node, RANKS_OF_A_NODE * (node + 1))
     where: dict[str, EndpointValue] = {"ip": "10.0.0.1", "port": 1, "broken": []}
-    return Reported(2, tuple(Entry(Address(rank, 1, f"node{node}", where), report(rank)) for rank in ranks))
+    return Reported(2, tuple(Entry(Address(rank, 1, f"node{node}", where), report()) for rank in ranks))
 
 
 def _say(presence: Presence, body: bytes) -> None:

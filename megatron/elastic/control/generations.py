@@ -49,7 +49,7 @@ from megatron.elastic.control.events import (
     Wanted,
 )
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.membership import Decision, Loss, Reason
+from megatron.elastic.control.membership import Decision, Loss, Reason, each_once
 from megatron.elastic.control.nodes import Node, RankState, Standing
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, Reshape, SaveCheckpoint, Stop, Wish
@@ -473,13 +473,15 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
         for rank in leaving:
             self._stand(self.ranks[rank], "done")
             self.ranks[rank].may_return = False
+        texts, text_of = each_once({rank: entry.report for rank, entry in entries.items() if rank not in self.joiners})
         self.decision = Decision(
             generation=self.frozen,
             members={rank: entry.address for rank, entry in entries.items()},
             reason=self.reason,
             lost=tuple(self.losses),
             joined=self.joiners,
-            reports={rank: entry.report for rank, entry in entries.items() if rank not in self.joiners},
+            texts=texts,
+            text_of=text_of,
             left_out=tuple(sorted(self.quarantine.out())),
             returning=self.returning(),
         )

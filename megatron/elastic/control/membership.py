@@ -36,6 +36,7 @@ __all__ = [
     "Reason",
     "Released",
     "RunFigures",
+    "each_once",
 ]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
@@ -61,8 +62,8 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A decided generation; the same bytes in every process.
 
-    ``members`` and ``reports`` are in ascending order of rank, and every address is that of its rank; anything else
-    raises ``ValueError``.
+    ``members`` and ``text_of`` are in ascending order of rank, and every address is that of its rank; anything else
+    raises ``ValueError``. Most ranks report the same, so each text is there once.
     """
 
     generation: Int64
@@ -72,19 +73,35 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost: tuple[Loss, ...] = ()
     """Losses since the generation before."""
     joined: tuple[Rank, ...] = ()
-    reports: Mapping[Rank, str] = {}
-    """The report of each member (text); absent for a joiner."""
+    texts: tuple[str, ...] = ()
+    """The different reports."""
+    text_of: Mapping[Rank, Int64] = {}
+    """Member → its report's place in ``texts``; absent for a joiner."""
     left_out: tuple[Int64, ...] = ()
     """Nodes whose lost ranks are not started again for now (:mod:`megatron.elastic.control.quarantine`)."""
     returning: tuple[Rank, ...] = ()
     """Ranks that are no members, but are being started or will be. No other rank is worth waiting for."""
 
     def __post_init__(self) -> None:
-        for ranks in (self.members, self.reports):
+        for ranks in (self.members, self.text_of):
             if any(first >= second for first, second in pairwise(ranks)):
                 raise ValueError(f"ranks {[*ranks]} are not in ascending order")
         if any(rank != address.rank for rank, address in self.members.items()):
             raise ValueError("a member has the address of another rank")
+        if not all(0 <= number < len(self.texts) for number in self.text_of.values()):
+            raise ValueError("a member has a report that is not there")
+
+    @property
+    def reports(self) -> dict[int, str]:
+        """Member → the text of its report."""
+        return {rank: self.texts[number] for rank, number in self.text_of.items()}
+
+
+def each_once(reports: Mapping[int, str]) -> tuple[tuple[str, ...], dict[int, int]]:
+    """Return the different texts of ``reports``, and rank → the place of its text (:class:`Decision`)."""
+    places: dict[str, int] = {}
+    text_of = {rank: places.setdefault(text, len(places)) for rank, text in reports.items()}
+    return tuple(places), text_of
 
 
 WAITING_FOR_RANKS = "waiting for ranks"

@@ -421,7 +421,7 @@ class StatePool:
         # An offered copy must retain all reported gradients, since recovery treats it like the rank's other copies.
         more = [] if named is None else [k for k in sorted(here) if self.rank not in named.copies[k].ranks]
         offered = tuple(k for k in more if all(self._retains(gradient, (k,)) for gradient in complete))
-        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered)
+        return Holdings(min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered)
 
     def _retains(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
         """Return whether this rank has all of ``keys``, each beyond that step or with its gradient."""

@@ -42,9 +42,11 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Holdings:
-    """The copies, gradients and records of one survivor. Copies still being added do not count."""
+    """The copies, gradients and records of one survivor. Copies still being added do not count.
 
-    rank: int
+    It does not name the rank: most ranks hold the same of most things, so their reports are equal.
+    """
+
     oldest: int = NOTHING
     newest: int = NOTHING
     """Lowest and highest version of its copies; differ only while an update is under way."""
@@ -67,7 +69,6 @@ class Holdings:
         """Return the text for the membership report."""
         return json.dumps(
             [
-                self.rank,
                 self.oldest,
                 self.newest,
                 self.gradients,
@@ -83,9 +84,8 @@ class Holdings:
     @classmethod
     def from_json(cls, text: str, record_of: Callable[[str], StepRecord] = StepRecord.from_json) -> Holdings:
         """Inverse of :meth:`to_json`. ``record_of``: a record's text → the record."""
-        rank, oldest, newest, gradients, records, statistics, torn, floor, offered = json.loads(text)
+        oldest, newest, gradients, records, statistics, torn, floor, offered = json.loads(text)
         return cls(
-            rank,
             oldest,
             newest,
             tuple(GradientKey(*key) for key in gradients),
@@ -147,7 +147,7 @@ def resolve(
     ``needed``: block → ranks that had a copy (lost ones included). ``rows``: size of the batch of the step after a
     record. ``again``: the copies that the vote under way was to name, ``None`` if survivors do not agree on that.
     """
-    records = _records(reports.values())
+    records = _records(reports)
     lost_at: dict[int, tuple[BlockKey, ...]] = {}
     for version in sorted(records, reverse=True):
         able = {rank for rank, held in reports.items() if _reaches(held, version, records)}
@@ -161,15 +161,15 @@ def resolve(
     return Resolution("lost", newest, missing=lost_at[newest])
 
 
-def _records(reports: Iterable[Holdings]) -> dict[int, StepRecord]:
+def _records(reports: Mapping[int, Holdings]) -> dict[int, StepRecord]:
     records: dict[int, StepRecord] = {}
-    for held in reports:
+    for rank, held in reports.items():
         for record in held.records:
             known = records.setdefault(record.version, record)
             if known.undone < record.undone:
                 records[record.version] = record
             elif known.undone == record.undone and known != record:
-                raise ValueError(f"two different records of version {record.version} (rank {held.rank})")
+                raise ValueError(f"two different records of version {record.version} (rank {rank})")
     return records
 
 

@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.membership import Decision, each_once
 from megatron.elastic.control.nodes import Node
 
 __all__ = ["values"]
@@ -63,10 +63,11 @@ def _of(info: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901, PLR0912 - 
 def _decisions(draw: st.DrawFn, info: inspect.StructType) -> Decision:
     fields = {field.name: _of(field.type) for field in info.fields}
     members = draw(st.lists(values(Address), max_size=_MANY, unique_by=lambda address: address.rank))
-    drawn = {name: draw(each) for name, each in fields.items() if name not in ("members", "reports")}
+    drawn = {name: draw(each) for name, each in fields.items() if name not in ("members", "texts", "text_of")}
     ordered = {address.rank: address for address in sorted(members, key=lambda address: address.rank)}
     reports = {rank: draw(st.text(max_size=8)) for rank in ordered if draw(st.booleans())}
-    return Decision(**drawn, members=ordered, reports=reports)
+    texts, text_of = each_once(reports)
+    return Decision(**drawn, members=ordered, texts=texts, text_of=text_of)
 
 
 @st.composite

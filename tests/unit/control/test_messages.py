@@ -137,21 +137,26 @@ ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1,
 
 def test_a_decision_is_the_same_bytes_in_every_process() -> None:
     loss = Loss(2, 4, "h", "exit code 1", ("last", "lines é"))
-    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (loss,), (3,), {3: "q", 11: "r"}, (1,), (5, 6))
+    one = Decision(
+        4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (loss,), (3,), ("q", "r"), {3: 0, 11: 1}, (1,), (5, 6)
+    )
     codec: Codec[Decision] = Codec(Decision)
     again = codec.decode(encode(one))
-    assert again == one and list(again.members) == [3, 11] and list(again.reports) == [3, 11]
+    assert again == one and list(again.members) == [3, 11] and again.reports == {3: "q", 11: "r"}
     assert encode(again) == encode(one)
 
 
 def test_members_out_of_order_or_under_another_rank_are_refused() -> None:
     codec: Codec[Decision] = Codec(Decision)
-    text = encode(Decision(1, {2: Address(2, 0, "h"), 10: Address(10, 0, "h")}, "start", reports={2: "", 10: ""}))
+    text = encode(Decision(1, {2: Address(2, 0, "h"), 10: Address(10, 0, "h")}, "start", (), (), ("",), {2: 0, 10: 0}))
     body = json.loads(text)
-    for field in ("members", "reports"):
+    for field in ("members", "text_of"):
         turned = dict(reversed(body[field].items()))
         with pytest.raises(ProtocolError, match="ascending"):
             codec.decode(json.dumps({**body, field: turned}))
+    for number in (-1, 1):
+        with pytest.raises(ProtocolError, match="a report that is not there"):
+            codec.decode(json.dumps({**body, "text_of": {"2": 0, "10": number}}))
     with pytest.raises(ProtocolError, match="another rank"):
         codec.decode(json.dumps({**body, "members": {"3": body["members"]["2"]}}))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.membership import Decision, each_once
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.cell_sizes import CellSizes
@@ -95,12 +95,13 @@ def factories(extra: int = 0, policy: str = "elaswave", **config: object) -> Ite
 def decision(members: Collection[int], joined: Collection[int] = (), **fields: object) -> Decision:
     """A decision of generation 2; ``joined`` have no report."""
     report = {
-        rank: Report(Holdings(rank, 3, 3, (), (RECORD,)), phase=3, done=False, parameters=3, held_for="").to_text()
+        rank: Report(Holdings(3, 3, (), (RECORD,)), phase=3, done=False, parameters=3, held_for="").to_text()
         for rank in sorted(members)
         if rank not in joined
     }
     where = {rank: Address(rank, int(rank in joined), f"host{rank}") for rank in sorted(members)}
-    return Decision(2, where, "loss", reports=report, **fields)  # type: ignore[arg-type]
+    texts, text_of = each_once(report)
+    return Decision(2, where, "loss", texts=texts, text_of=text_of, **fields)  # type: ignore[arg-type]
 
 
 def configuration(factory: ViewFactory, members: Collection[int] = RANKS) -> Configuration:

@@ -135,7 +135,7 @@ class Decisions:
         oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
         torn_keys = tuple((b, 0, 0) for b in sorted(torn))
         floor = max((max(0, v - 1) for v in versions), default=NOTHING) if self.setting.state_mode else None
-        return Holdings(r, oldest, newest, complete, records, tuple(statistics), torn_keys, floor, offered)
+        return Holdings(oldest, newest, complete, records, tuple(statistics), torn_keys, floor, offered)
 
     def _counts(self, r: int, rank: Rank, block: int) -> bool:
         """Return whether a copy that no vote has named can do the same as its rank's others."""

@@ -19,16 +19,17 @@ def record(version: int, generation: int = 1, skipped: bool = False) -> StepReco
     return StepRecord(version, skipped=skipped, gradient=GradientKey(version - 1, generation) if version else None)
 
 
-def held(rank, oldest, newest=None, gradients=(), records=None, rows=(), torn=()) -> Holdings:
+def held(rank, oldest, newest=None, gradients=(), records=None, rows=(), torn=()) -> tuple[int, Holdings]:
+    """A rank and its report."""
     newest = oldest if newest is None else newest
     records = (record(newest),) if records is None else records
     keys = tuple(GradientKey(*key) for key in gradients)
     statistics = tuple((key, rows) for key in keys)
-    return Holdings(rank, oldest, newest, keys, records, statistics, torn)
+    return rank, Holdings(oldest, newest, keys, records, statistics, torn)
 
 
-def decide(*reports: Holdings, needed=NEEDED, rows=ROWS, again=NEEDED):
-    return resolve({report.rank: report for report in reports}, needed, lambda _: rows, again)
+def decide(*reports: tuple[int, Holdings], needed=NEEDED, rows=ROWS, again=NEEDED):
+    return resolve(dict(reports), needed, lambda _: rows, again)
 
 
 def test_between_steps_the_step_is_run_again_from_there():
@@ -96,7 +97,7 @@ def test_statistics_of_one_computation_do_not_complete_those_of_another():
     old, new = GradientKey(4, 1), GradientKey(4, 3)
     first, second = (((old, ((0, 4),)), (new, ((0, 4),))), ((old, ((4, 8),)), (new, ())))
     reports = [
-        replace(held(rank, 4, gradients=[old, new]), statistics=statistics)
+        (rank, replace(held(rank, 4, gradients=[old, new])[1], statistics=statistics))
         for rank, statistics in enumerate((first, second))
     ]
     result = decide(*reports)
@@ -114,7 +115,7 @@ def test_the_batch_is_that_of_the_step_after_the_version_it_goes_on_from():
     reports = [held(rank, 4, gradients=[(4, 1)], rows=((0, 4),)) for rank in (0, 1)]
     for consumed, kind in ((0, "revote"), (100, "rerun")):
         known = (replace(record(4), consumed_samples=consumed),)
-        by_rank = {report.rank: replace(report, records=known) for report in reports}
+        by_rank = {rank: replace(report, records=known) for rank, report in reports}
         found = resolve(by_rank, NEEDED, lambda record: 4 if record.consumed_samples < 100 else 8, NEEDED)
         assert found.kind == kind
 
@@ -133,7 +134,7 @@ def test_a_skipped_step_is_rolled_forward_without_gradients():
 def test_an_overflow_reported_by_two_survivors_is_one_record():
     overflow = replace(record(5, skipped=True), grad_norm=float("nan"))
     reports = [held(rank, 4, records=(record(4), replace(overflow))) for rank in (0, 1)]
-    result = decide(*(Holdings.from_json(report.to_json()) for report in reports))
+    result = decide(*((rank, Holdings.from_json(report.to_json())) for rank, report in reports))
     assert (result.kind, result.version) == ("roll_forward", 5)
 
 
@@ -144,7 +145,7 @@ def test_rule_seven_a_block_without_copies_is_named():
 
 def test_rule_sixteen_copies_of_an_earlier_life_do_not_count_until_the_rank_has_voted():
     """The record names A on rank 1, which is lost, and on rank 2, which was let in since and has B alone."""
-    named, reports = {A: (1, 2), B: (2, 0)}, {rank: held(rank, 4) for rank in (0, 2)}
+    named, reports = {A: (1, 2), B: (2, 0)}, dict(held(rank, 4) for rank in (0, 2))
     with_rule, without = (
         resolve(reports, all_copies(named, reports, void), lambda _: ROWS, None) for void in ({2}, ())
     )
@@ -171,17 +172,17 @@ def test_a_torn_block_is_no_copy():
 
 
 def test_joiners_and_spares_without_copies_do_not_hold_up_anything():
-    joiner = Holdings(7)
+    joiner = 7, Holdings()
     assert decide(held(0, 4), joiner).kind == "rerun"
     assert decide(joiner).missing == (A, B)
 
 
 def test_a_vote_is_taken_again_only_with_every_rank_that_was_ready_for_it():
     ready, key = held(0, 4, gradients=[(4, 1)], rows=ALL), GradientKey(4, 1)
-    parked = Holdings(7, gradients=(key,), statistics=((key, ()),))
+    parked = 7, Holdings(gradients=(key,), statistics=((key, ()),))
     assert decide(ready, parked).kind == "revote"
-    assert decide(ready, Holdings(7)).kind == "rerun", "without copies, and not yet at the vote"
-    behind = Holdings(1, 4, 4, (key,), (record(4),))
+    assert decide(ready, (7, Holdings())).kind == "rerun", "without copies, and not yet at the vote"
+    behind = 1, Holdings(4, 4, (key,), (record(4),))
     assert decide(ready, behind).kind == "rerun", "it has the gradients, and has not come to the vote"
 
 
@@ -207,8 +208,8 @@ def test_the_first_step_of_all():
 
 def test_state_mode_goes_back_one_version_when_the_stepped_blocks_did_not_arrive():
     """Owner 1 has stepped B; A's owner died before shipping the stepped A to its mirror 1."""
-    ahead = Holdings(1, 4, 5, records=(record(4), record(5)), floor=4)
+    ahead = 1, Holdings(4, 5, records=(record(4), record(5)), floor=4)
     result = decide(ahead, needed={A: (0, 1), B: (1, 0)})
     assert (result.kind, result.version, result.record) == ("rerun", 4, record(4))
-    arrived = Holdings(1, 5, 5, records=(record(4), record(5)), floor=4)
+    arrived = 1, Holdings(5, 5, records=(record(4), record(5)), floor=4)
     assert decide(arrived).version == 5

@@ -117,14 +117,17 @@ def phase_is_over(phase: int, reports: Mapping[int, Report], members: Collection
 
 def newcomers(decision: Decision) -> tuple[int, ...]:
     """Return the members without a report, which receive a join state, ascending."""
-    return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
+    nothing = [number for number, text in enumerate(decision.texts) if text == NEWCOMER]
+    text_of = decision.text_of
+    return tuple(sorted(rank for rank in decision.members if rank not in text_of or text_of[rank] in nothing))
 
 
 def reports_of(decision: Decision) -> dict[int, Report]:
-    """Return rank → its report, of the members that are no newcomers. Records that are equal are one object."""
+    """Return rank → its report, of the members that are no newcomers. Reports and records that are equal are one."""
     record_of = functools.cache(StepRecord.from_json)
-    texts = decision.reports.items()
-    return {rank: Report.from_text(text, record_of) for rank, text in texts if text != NEWCOMER}
+    said = [None if text == NEWCOMER else Report.from_text(text, record_of) for text in decision.texts]
+    reports = ((rank, said[number]) for rank, number in decision.text_of.items())
+    return {rank: report for rank, report in reports if report is not None}
 
 
 def joined_since_vote(reports: Mapping[int, Report]) -> set[int]:

@@ -204,7 +204,7 @@ class Agreement:
 
 def _without_copies(held: Holdings) -> Holdings:
     """The report of a rank that joined after the last vote, without copies: it receives its copies again."""
-    return Holdings(held.rank, records=held.records, statistics=held.statistics)
+    return Holdings(records=held.records, statistics=held.statistics)
 
 
 def _doubtful(reports: Mapping[int, Report], placement: Placement) -> list[str]:
