@@ -94,6 +94,7 @@ def _norm(name: str, width: int) -> ParamSpec:
 
 LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 1024, 128256, gated=True, batch=2048)
 LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 1024, 128256, gated=True, batch=2048)
+LLAMA_405B = Model("Llama-3 405B", 126, 16384, 53248, 1024, 128256, gated=True, batch=2048)
 GPT_175B = Model("GPT-3 175B", 96, 12288, 49152, 12288, 51200, gated=False, batch=1536)
 
 
@@ -108,10 +109,13 @@ class Job:
 
     @cached_property
     def topology(self) -> LaunchTopology:
-        """Layers in equal parts; the first stage has the embedding too, the last one the head."""
+        """Units in equal parts if they can be, as in Llama-3 405B (arXiv 2407.21783, section 3.3.2); else layers."""
         layers, ends = self.model.layers // self.pipeline, [0]
         for stage in range(self.pipeline):
             ends.append(ends[-1] + layers + (stage == 0) + (stage == self.pipeline - 1))
+        units = self.model.layers + 2
+        if units % self.pipeline == 0:
+            ends = [*range(0, units + 1, units // self.pipeline)]
         grid = Grid(self.model.batch, 1, self.data)
         return LaunchTopology(self.tensor, self.pipeline, self.data, tuple(pairwise(ends)), grid)
 
@@ -283,6 +287,8 @@ JOBS = (
     Job(LLAMA_70B, 8, 4, 32),
     Job(GPT_175B, 8, 16, 8),
     Job(GPT_175B, 8, 16, 32),
+    Job(LLAMA_405B, 8, 16, 128),
+    Job(replace(LLAMA_405B, batch=8192), 8, 16, 1024),
 )
 
 

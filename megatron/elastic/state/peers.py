@@ -19,6 +19,7 @@ remaining ranks of a node do not take over the mirrors of its lost ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from megatron.elastic.state.placement import Rules, shared_levels
 
@@ -44,6 +45,8 @@ class Tree:
                 siblings.setdefault(path[level], len(siblings))
                 low, high = self._ends.get(path[: level + 1], (rank, rank))
                 self._ends[path[: level + 1]] = min(low, rank), max(high, rank)
+        self._siblings = {domain: tuple(parts) for domain, parts in self._inside.items()}
+        """Domain → its parts, in that order."""
         self._span = {
             domain: max(high - low + 1 for low, high in (self._ends[*domain, child] for child in children))
             for domain, children in self._inside.items()
@@ -75,9 +78,9 @@ class Tree:
         path, found = self.paths[owner], list[int]()
         for level in range(len(path)):
             parent = path[:level]
-            siblings = list(self._inside[parent])
+            siblings = self._siblings[parent]
             at, count = self._inside[parent][path[level]], len(siblings)
-            for ahead in _both_sides(count)[:breadth]:
+            for ahead in _both_sides(count, breadth):
                 found += self._first((*parent, siblings[(at + ahead) % count]), owner, breadth, self._span[parent])
         return sorted(found, key=lambda rank: self._distance(owner, rank))
 
@@ -102,9 +105,10 @@ class Tree:
         return level, int(turn >= self._reach), min(ahead, len(siblings) - ahead), turn, ahead
 
 
-def _both_sides(count: int) -> list[int]:
-    """Return the steps forward to all other places on a ring of ``count``, the nearest first."""
-    return sorted(range(1, count), key=lambda ahead: (min(ahead, count - ahead), ahead))
+def _both_sides(count: int, most: int) -> list[int]:
+    """Return the steps forward to the ``most`` nearest other places on a ring of ``count``, the nearest first."""
+    steps = ((ahead, count - ahead) for ahead in range(1, min(most, count // 2) + 1))
+    return list(dict.fromkeys(chain.from_iterable(steps)))[:most]
 
 
 class Candidates:

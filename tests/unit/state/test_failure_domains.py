@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.elastic.state.layout import StateBlock
 from megatron.elastic.state.ownership import Copies, Placement, Rules, UnitGroup, after, initial, rebalance
+from megatron.elastic.state.peers import Tree, _both_sides
+from tests.unit.calls import calls_in
 
 
 def unit_group(unit: int, blocks: int, holders: list[int]) -> UnitGroup:
@@ -181,3 +183,18 @@ def test_a_copy_in_a_new_domain_replaces_one_that_shares_a_domain():
     placement, changes = rebalance(before, [group], Rules(2, 4, domains))
     check_apart(placement, [group], Rules(2, 4, domains))
     assert sum(change.kind == "add" for change in changes) <= len(group.blocks)
+
+
+@given(st.integers(0, 40), st.integers(0, 50))
+def test_the_nearest_places_of_a_ring_come_first(count: int, most: int) -> None:
+    nearest = sorted(range(1, count), key=lambda ahead: (min(ahead, count - ahead), ahead))
+    assert _both_sides(count, most) == nearest[:most]
+
+
+def test_ranks_near_an_owner_are_found_by_the_same_work_in_a_larger_job() -> None:
+    few, many = (
+        Tree(range(8 * nodes), Rules(1, 4, {rank: rank // 8 for rank in range(8 * nodes)})) for nodes in (16, 256)
+    )
+    small, large = calls_in(lambda: few.near(5, 4)), calls_in(lambda: many.near(5, 4))
+    print(f"{small} calls with 16 nodes, {large} with 256")
+    assert len(few.near(5, 4)) == len(many.near(5, 4)) and large < 1.5 * small

@@ -22,10 +22,11 @@ measured load (:meth:`Assignment.balanced`): a cell then has as many experts as 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from megatron.elastic.engine.compute.buffers import HeldPart
@@ -308,15 +309,16 @@ class Assignment:
         units, place = self.units_of(rank), self.place(rank)
         if place is None:
             return HeldPart()
-        shards_of = self._shards_of(rank, covered)
-        spaces = tuple((unit, shard) for unit in units for shard in shards_of(unit))
+        experts, position = self._experts_of(rank), place.position
+        spaces = tuple(
+            (unit, shard) for unit in units for shard in (*self.shards_at(unit, position, covered), *experts)
+        )
         return HeldPart(units, place, spaces)
 
-    def _shards_of(self, rank: int, covered: Covered) -> Callable[[int], tuple[int, ...]]:
-        """Return unit → the shards that ``rank``, a member of a cell, covers, and the spaces of its experts."""
+    def _experts_of(self, rank: int) -> tuple[int, ...]:
+        """Return the spaces of the experts of ``rank``, a member of a cell."""
         _, place = self._places[rank]
-        experts = () if place.crew is None else self.launch_topology.expert_spaces(place.crew, rank)
-        return lambda unit: (*self.shards_at(unit, place.position, covered), *experts)
+        return () if place.crew is None else self.launch_topology.expert_spaces(place.crew, rank)
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
         """Return rank → units that it holds here but not under ``before``; ranks without such units are left out.
@@ -356,18 +358,22 @@ class Assignment:
         return {}
 
     def _grouped(self, covered: Covered) -> Mapping[UnitShard, tuple[int, ...]]:
-        groups: dict[UnitShard, list[tuple[int, int]]] = {}
-        for replica in self.replicas:
-            for segment in replica.segments:
-                for rank in self.cells[segment.cell].ranks:
-                    shards_of = self._shards_of(rank, covered)
-                    for unit in self._units[segment.cell]:
-                        for shard in shards_of(unit):
-                            groups.setdefault((unit, shard), []).append((segment.first, rank))
-        return {
-            key: tuple(dict.fromkeys(rank for _, rank in sorted(holders, key=lambda holder: holder[0])))
-            for key, holders in sorted(groups.items())
-        }
+        groups = defaultdict[UnitShard, list[int]](list)
+        spaces: dict[tuple[tuple[int, ...], Position], list[UnitShard]] = {}
+        """(units, position) → what a rank there covers: cells of most pipelines are alike."""
+        segments = sorted((s for replica in self.replicas for s in replica.segments), key=lambda s: s.first)
+        for segment in segments:
+            units = self._units[segment.cell]
+            for rank in self.cells[segment.cell].ranks:
+                _, place = self._places[rank]
+                kind = units, place.position
+                if kind not in spaces:
+                    spaces[kind] = [(unit, shard) for unit in units for shard in self.shards_at(unit, kind[1], covered)]
+                for space in spaces[kind]:
+                    groups[space].append(rank)
+                for unit, shard in product(units, self._experts_of(rank)):
+                    groups[unit, shard].append(rank)
+        return {key: tuple(dict.fromkeys(holders)) for key, holders in sorted(groups.items())}
 
     def topology(self, living: Collection[int]) -> Topology:
         """Return the topology of the ``living`` ranks: whole cells compute, the other ranks are parked."""
