@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from megatron.elastic.control.channel import Credentials
-from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Part, Readmitted, Together
+from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Readmitted, Together
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import BEGIN, Journal, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
@@ -28,7 +28,7 @@ from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.wire import encode
 from megatron.elastic.launch.agent.notify_workers import notify_worker
-from megatron.elastic.launch.agent.own_events import JointEntries, OwnEvents, told
+from megatron.elastic.launch.agent.own_events import JointEntries, OwnEvents
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
@@ -78,7 +78,7 @@ class FirstAgent:
         self._broken: set[int] = set()
         """Nodes whose agents have yet to learn that their connection broke."""
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._entries = JointEntries(nodes, self, journal.append, _HOLD_SECONDS)
+        self.entries = JointEntries(nodes, self, journal.append, _HOLD_SECONDS)
 
     def now(self) -> float:
         """Seconds of the run (:class:`Timers`)."""
@@ -92,15 +92,12 @@ class FirstAgent:
         """Seconds until an entry is due that was held back; None if there is none."""
         return max(0.0, min(when for when, _ in self._timers) - self.now()) if self._timers else None
 
-    def tell(self, node: int, parts: tuple[Part, ...]) -> bool:
-        """Say ``parts`` for ``node``. False if it has no connection at this moment."""
-        if node == 0:
-            self._entries.take(parts)
-            return True
+    def say(self, node: int, body: bytes) -> bool:
+        """Hear ``body`` of ``node`` later. False if it has no connection at this moment."""
         chance = self._scheduler.random.random
         if node in self._broken or chance() < _BREAKS:
             return False
-        self._said[node].append(told(parts))
+        self._said[node].append(body)
         if chance() < _BREAKS:  # what was not heard is lost
             self._said[node].clear()
             self._broken.add(node)
@@ -120,7 +117,7 @@ class FirstAgent:
         return [*due, self._appends] if self.until_due() == 0.0 else [*due]
 
     def _hear(self, node: int) -> None:
-        self._entries.hear(node, 0, self._said[node].popleft())
+        self.entries.hear(node, 0, self._said[node].popleft())
 
     def _appends(self) -> None:
         _, call = self._timers.pop(0)
@@ -226,7 +223,7 @@ class Agent:
         self.over = False
         """True once the job is over, as far as this agent knows."""
         self._first = first
-        self._own = OwnEvents(node, self.state, journal.append, lambda parts: first.tell(node, parts))
+        self._own = OwnEvents(node, self.state, journal.append, first.entries, partial(first.say, node))
         self._messages = WorkerMessages(
             self.state, self._ranks, self._own.append, self._greet, lambda worker: None, lambda: scheduler.now
         )

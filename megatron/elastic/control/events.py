@@ -217,7 +217,10 @@ OwnEvent = Lost | Waiting | Reported | Requested | Finished
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The ``number``-th event, from 1, that the agent of ``node`` says of its own ranks in its life ``epoch``."""
+    """An event that the agent of ``node`` says of its own ranks in its life ``epoch``.
+
+    Parts of a node that count are numbered from 1, over all lives.
+    """
 
     node: Int64
     epoch: Int64

@@ -51,6 +51,7 @@ from megatron.elastic.control.events import (
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.membership import Decision, Loss, Reason, each_once
 from megatron.elastic.control.nodes import Node, RankState, Standing
+from megatron.elastic.control.parts import TakenParts
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain, Pending, Request, Reshape, SaveCheckpoint, Stop, Wish
 from megatron.elastic.control.reshapes import Reshapes
@@ -89,8 +90,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     """The drain of the whole job is for good: a user asked for it to stop."""
     enlisted: set[int] = set()
     """Extra ranks that are to compute although none of the launch is missing."""
-    taken: dict[int, tuple[int, int]] = {}
-    """Node → (life, number) of the newest :class:`Part` of its agent that was taken in."""
+    parts: TakenParts = msgspec.field(default_factory=TakenParts)
     _requests: dict[Request, set[int]] = {}
     _joining: bool = False
     """Newcomers wait to be admitted. Set until they are: a member that saw it must not wait for one that did not."""
@@ -227,23 +227,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True, dict=True):
     # -- events -------------------------------------------------------------
 
     def events_of(self, entry: Event) -> Iterator[Event]:
-        """Yield the events of the journal's next ``entry`` that are to be applied, each before the next is asked for.
-
-        A part counts once, directly behind the part before it, and in the present life of its node only.
-        """
-        if not isinstance(entry, Together):
-            yield entry
-            return
-        for part in entry.parts:
-            node = self.nodes.get(part.node)
-            if node is not None and part.epoch == node.epoch and part.number == self.newest_part(part.node) + 1:
-                self.taken[part.node] = part.epoch, part.number
-                yield part.event
-
-    def newest_part(self, node: int) -> int:
-        """Return the number of the newest part of ``node``, in its present life, that was taken in; 0 before any."""
-        epoch, number = self.taken.get(node, (0, 0))
-        return number if epoch == self.nodes[node].epoch else 0
+        """Yield the events of the journal's next ``entry`` that count. Apply each before the next is asked for."""
+        return self.parts.events(entry, self.nodes)
 
     def apply(self, event: Event) -> None:  # noqa: C901, PLR0912 - a case for each kind of event
         """Take the next event of the journal. Stale or senseless ones change nothing."""

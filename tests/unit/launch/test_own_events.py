@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -52,19 +53,16 @@ class Agents:
         self.hangs = False
         self.first = JointEntries(nodes(count), self.clock, self.journal.append, hold)
         self.agents = [
-            OwnEvents(node, state, self.journal.append, lambda parts, node=node: self.tell(node, parts))  # type: ignore[misc]
+            OwnEvents(node, state, self.journal.append, self.first, partial(self.say, node))
             for node, state in enumerate(self.states)
         ]
         self.read = [0] * count
         self.taken: list[list[Event]] = [[] for _ in range(count)]
         self.meant: list[list[Event]] = [[] for _ in range(count)]
 
-    def tell(self, node: int, parts: tuple[Part, ...]) -> bool:
-        if node == 0:
-            self.first.take(parts)
-            return True
+    def say(self, node: int, body: bytes) -> bool:
         if self.connected[node]:
-            self.said[node].append(told(parts))
+            self.said[node].append(body)
         return self.connected[node]
 
     def says(self, node: int) -> None:
@@ -188,14 +186,14 @@ def test_what_a_first_agent_that_hangs_was_told_is_appended_after_a_while() -> N
 
 def test_a_new_way_carries_all_that_was_not_seen_before() -> None:
     """What was appended may still be on its way to the journal when a connection is there."""
-    appended, said, connected = list[Event](), list[tuple[Part, ...]](), False
+    appended, said, connected = list[Event](), list[bytes](), False
 
-    def tell(parts: tuple[Part, ...]) -> bool:
+    def say(body: bytes) -> bool:
         if connected:
-            said.append(parts)
+            said.append(body)
         return connected
 
-    agent = OwnEvents(1, Generations(nodes(2)), appended.append, tell)
+    agent = OwnEvents(1, Generations(nodes(2)), appended.append, Agents().first, say)
     events = [Finished(2, number, 0) for number in range(4)]
     parts = tuple(Part(1, 0, number + 1, event) for number, event in enumerate(events))
     agent.append(events[0])
@@ -203,7 +201,7 @@ def test_a_new_way_carries_all_that_was_not_seen_before() -> None:
     connected = True
     agent.append(events[1])
     agent.append(events[2])
-    assert said == [parts[:2], parts[2:3]]
+    assert said == [told(parts[:2]), told(parts[2:3])]
     connected = False
     agent.append(events[3])
     assert appended[1:] == [Together(parts)]
@@ -239,7 +237,11 @@ def test_what_was_said_in_a_life_that_is_over_does_not_count() -> None:
     agents = Agents()
     for _ in range(3):
         agents.says(1)
-    late = list(agents.said[1])
+    agents.hears(1)
+    for node in range(3):
+        agents.reads(node)
+        assert agents.taken[node] == agents.meant[1][:1]
+        agents.taken[node].clear()
     for state in agents.states:
         state.apply(NodeLost(1, 0, "gone"))
         state.apply(NodeBack(1, 1, "host1"))
@@ -249,6 +251,13 @@ def test_what_was_said_in_a_life_that_is_over_does_not_count() -> None:
     agents.settle()
     assert agents.taken[0] == agents.meant[1]
     for state in agents.states:
-        old = Together((Part(1, 0, 2, Finished(2, 1, 0)),))
+        old = Together((Part(1, 0, 3, Finished(2, 1, 0)),))
         assert not list(state.events_of(old))
-    assert late
+
+
+def test_a_part_counts_behind_the_one_before_it() -> None:
+    state = Generations(nodes(2))
+    first, second = (Part(1, 0, number, Finished(2, number, 0)) for number in (1, 2))
+    assert list(state.events_of(Together((second,)))) == []
+    assert list(state.events_of(Together((first, second, first)))) == [first.event, second.event]
+    assert list(state.events_of(Together((second, Part(7, 0, 1, second.event))))) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -188,6 +189,18 @@ def test_what_agents_say_is_heard_whole_and_each_in_its_order(agents: Agents) ->
         assert [body for by, life, body in agents.heard if (by, life) == (node, 0)] == said
 
 
+def test_a_line_may_come_in_pieces(agents: Agents) -> None:
+    connection, nonce = agents.call()
+    connection.sendall(hello(nonce))
+    assert connection.recv(100) == b"accepted\n"
+    lines = [SEAL.sign(f"presence/said/{nonce}/{number}", b"%d" % number) + b"\n" for number in range(3)]
+    connection.sendall(lines[0] + lines[1][:20])
+    until(lambda: len(agents.heard) == 1)
+    connection.sendall(lines[1][20:30])
+    connection.sendall(lines[1][30:] + lines[2])
+    until(lambda: [body for _, _, body in agents.heard] == [b"0", b"1", b"2"])
+
+
 def test_nothing_is_said_without_a_connection(agents: Agents) -> None:
     presence = connected(agents, 1)
     on_loop(presence, presence.call_again)
@@ -204,7 +217,7 @@ def test_a_first_agent_that_reads_nothing_makes_no_other_one_wait(agents: Agents
         held.wait(20)
 
     agents.made[0]._loop.post(reads_nothing)
-    body = b"x" * (1 << 20)
+    body = os.urandom(1 << 20)
     until(lambda: not on_loop(presence, lambda: presence.say(body)))
     held.set()
     until(lambda: 1 in agents.broken)
@@ -233,4 +246,6 @@ def test_an_agent_that_is_the_first_one_no_more_hears_nothing(agents: Agents) ->
     assert on_loop(presence, lambda: presence.say(b"hello"))
     until(lambda: 1 in agents.broken)
     assert not agents.heard
-    assert not on_loop(presence, lambda: presence.say(b"hello")), "nor does it accept a connection"
+    connection, nonce = agents.call()
+    connection.sendall(hello(nonce, 2, agent="agent2"))
+    assert connection.recv(100) == b"", "nor does it accept a connection"

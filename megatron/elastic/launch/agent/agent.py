@@ -11,9 +11,7 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -27,7 +25,6 @@ from megatron.elastic.control.events import (
     Lost,
     NodeBack,
     NodeLost,
-    Part,
     Readmitted,
     Suspected,
 )
@@ -54,7 +51,7 @@ from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.old_run import PlaceWait
-from megatron.elastic.launch.agent.own_events import JointEntries, OwnEvents, hold_seconds, told
+from megatron.elastic.launch.agent.own_events import FIRST, JointEntries, OwnEvents, hold_seconds
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -97,10 +94,9 @@ class Agent:
         self._journal_io = JournalIO(
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
-        self._joint_entries = JointEntries(
-            members.nodes, loop, self._journal_io.append, hold_seconds(len(members.nodes))
-        )
-        self._own_events = OwnEvents(self.node, self.state, self._journal_io.append, self._tell_first)
+        append, hold = self._journal_io.append, hold_seconds(len(members.nodes))
+        self._joint_entries = JointEntries(members.nodes, loop, append, hold)
+        self._own_events = OwnEvents(self.node, self.state, append, self._joint_entries, self._say)
         self.append = self._own_events.append
         # Sources of events: messages of workers, leases of other nodes, hangs, commands of users.
         self._worker_messages = WorkerMessages(
@@ -331,7 +327,7 @@ class Agent:
             return
         if isinstance(event, Lost | NodeLost):
             self.clock.hear(event.at)
-        if isinstance(event, NodeLost) and event.node == 0 and self._presence is not None:
+        if isinstance(event, NodeLost) and event.node == FIRST and self._presence is not None:
             self._presence.call_again()  # a stopped process keeps its connections, and hears nothing
             self._own_events.way_lost()
         known = len(self.state.losses)
@@ -398,12 +394,8 @@ class Agent:
         if self.state.coordinator() == self.node:
             self._hang_arbiter.hear(event)
 
-    def _tell_first(self, parts: tuple[Part, ...]) -> bool:
-        """Tell the first agent. False if there is no connection to it."""
-        if self.node == 0:
-            self._joint_entries.take(parts)
-            return True
-        return self._presence is not None and self._presence.say(told(parts))
+    def _say(self, body: bytes) -> bool:
+        return self._presence is not None and self._presence.say(body)
 
     def _worker_opened(self, worker: Worker) -> None:
         self._pool.watch_lock(worker)
@@ -499,19 +491,9 @@ class Agent:
         self._display.wait()
         self._logs.close()
         self._spawner.sweep(self._holds_place)
-        with suppress(ConnectionError):
-            if self._leases is not None and self._holds_place and self.members.store.server:
-                self._leases.wait_for_others(self.members.store, _LEAVE_SECONDS)
-            elif self._leases is not None and self._holds_place and self.members.store.embedded:
-                # Apart: the way to the store may be cut.
-                report = threading.Thread(target=self._report_end, daemon=True)
-                report.start()
-                report.join(_LEAVE_SECONDS)
+        if self._leases is not None and self._holds_place:
+            self._leases.take_leave(_LEAVE_SECONDS)
         self.members.store.close()
-
-    def _report_end(self) -> None:
-        with suppress(ConnectionError):
-            self.members.store.put(f"bye/{self.node}", b"bye")
 
 
 def _head_and_rest(text: str) -> tuple[str, list[str]]:

@@ -17,8 +17,10 @@ number that grows. So the lease of a second agent does not count, nor does an ol
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -270,8 +272,20 @@ class NodeLeases:
 
     # -- the end ------------------------------------------------------------------
 
-    def wait_for_others(self, store: Store, seconds: float) -> None:
-        """The first agent leaves last: the others still read the journal's end from its store."""
-        end = self._threads.monotonic() + seconds
-        for number in self._place.others():
-            store.wait(f"bye/{number}", max(0.01, end - self._threads.monotonic()))
+    def take_leave(self, seconds: float) -> None:
+        """Leave a place that this agent holds: the one that serves the store last, since the others read there."""
+        store = self._place.store
+        if store.server:
+            end = self._threads.monotonic() + seconds
+            with suppress(ConnectionError):
+                for number in self._place.others():
+                    store.wait(f"bye/{number}", max(0.01, end - self._threads.monotonic()))
+        elif store.embedded:
+            # Apart: the way to the store may be cut.
+            report = threading.Thread(target=self._tell_the_end, daemon=True)
+            report.start()
+            report.join(seconds)
+
+    def _tell_the_end(self) -> None:
+        with suppress(ConnectionError):
+            self._place.store.put(f"bye/{self._place.node}", b"bye")

@@ -6,8 +6,8 @@ what it was told in few entries. An agent without a connection to it appends by 
 
 A part is *unseen* until its agent has read it in the journal. Whenever the way changes, all unseen parts take the new
 one, in their order. So each way carries them without a gap, and the journal's readers take each once and in order
-(:meth:`Generations.events_of`). A part that a first agent has heard and does not append, because it hangs, takes the
-other way after :attr:`Timing.lease` at the latest.
+(:mod:`~megatron.elastic.control.parts`). A part that a first agent has heard and does not append, because it hangs,
+takes the other way after twice :attr:`Timing.lease` at the latest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from megatron.elastic.control.nodes import Node
 from megatron.elastic.control.wire import Codec, ProtocolError, encode
 from megatron.elastic.launch.agent.loop import Timers
 
-__all__ = ["JointEntries", "OwnEvents", "hold_seconds", "told"]
+__all__ = ["FIRST", "JointEntries", "OwnEvents", "hold_seconds", "told"]
 
+FIRST = 0
+"""The node of the first agent."""
 _OWN = get_args(OwnEvent)
 _PARTS_OF_ENTRY = 256
 """Parts of one entry at most: etcd takes values of 1.5 MiB."""
@@ -61,7 +63,6 @@ class JointEntries:
         self._parts: list[Part] = []
         self._next = 0.0
         """No entry is appended before."""
-        self._waits = False
 
     def hear(self, node: int, epoch: int, body: bytes) -> None:
         """Take what the agent of ``node`` said. Raises :class:`ProtocolError` if it speaks for other ranks."""
@@ -72,31 +73,36 @@ class JointEntries:
 
     def take(self, parts: Sequence[Part]) -> None:
         """Append ``parts`` behind those before."""
+        before, wait = bool(self._parts), self._next - self._timers.now()
         self._parts += parts
-        wait = self._next - self._timers.now()
         if wait <= 0.0:
             self._flush()
-        elif not self._waits:
-            self._waits = True
+        elif not before:
             self._timers.after(wait, self._flush)
 
     def _flush(self) -> None:
-        parts, self._parts, self._waits = self._parts, [], False
+        parts, self._parts = self._parts, []
         for first in range(0, len(parts), _PARTS_OF_ENTRY):
             self._append(Together(tuple(parts[first : first + _PARTS_OF_ENTRY])))
-        self._next = self._timers.now() + self._hold
+        if parts:
+            self._next = self._timers.now() + self._hold
 
 
 class OwnEvents:
-    """See the module docstring. ``append``: to the journal.
+    """See the module docstring. ``append``: to the journal; ``say``: to the first agent, False without a connection.
 
-    ``tell(parts)``: tell the first agent. False if there is no connection to it.
+    ``joint``: the entries of the first agent, used if it is this one.
     """
 
     def __init__(
-        self, node: int, state: Generations, append: Callable[[Event], None], tell: Callable[[tuple[Part, ...]], bool]
+        self,
+        node: int,
+        state: Generations,
+        append: Callable[[Event], None],
+        joint: JointEntries,
+        say: Callable[[bytes], bool],
     ) -> None:
-        self._node, self._state, self._journal, self._tell = node, state, append, tell
+        self._node, self._state, self._journal, self._joint, self._say = node, state, append, joint, say
         self._unseen: deque[Part] = deque()
         self._told = False
         """True if the unseen parts were told to the first agent over the connection that there is now."""
@@ -111,7 +117,7 @@ class OwnEvents:
         epoch = self._state.nodes[self._node].epoch
         if self._unseen and self._unseen[-1].epoch != epoch:
             self._unseen.clear()  # said in a life that is over
-        number = self._unseen[-1].number if self._unseen else self._state.newest_part(self._node)
+        number = self._unseen[-1].number if self._unseen else self._newest()
         part = Part(self._node, epoch, number + 1, event)
         self._unseen.append(part)
         if self._tell((part,) if self._told else tuple(self._unseen)):
@@ -123,7 +129,7 @@ class OwnEvents:
 
     def seen(self) -> None:
         """Forget the parts that are in the journal. Call it behind each entry."""
-        newest = self._state.newest_part(self._node)
+        newest = self._newest()
         while self._unseen and self._unseen[0].number <= newest:
             self._unseen.popleft()
 
@@ -139,3 +145,13 @@ class OwnEvents:
         if oldest is not None and oldest is self._oldest and self._told:
             self.way_lost()
         self._oldest = oldest
+
+    def _newest(self) -> int:
+        return self._state.parts.newest(self._node)
+
+    def _tell(self, parts: tuple[Part, ...]) -> bool:
+        """Tell the first agent. False if there is no connection to it."""
+        if self._node == FIRST:
+            self._joint.take(parts)
+            return True
+        return self._say(told(parts))
