@@ -41,6 +41,8 @@ _LINE_LIMIT = 4096
 _SAID_LIMIT = 1 << 26
 """Bytes of a line of an agent that has introduced itself."""
 _RECEIVED = 1 << 16
+_SENT = 1 << 20
+"""Bytes that an agent may have said and the kernel not sent: a line is sent at once or not at all."""
 _UNKNOWN = 64
 _LISTENER, _HELLO = "presence", "presence/hello"
 _ACCEPTED = b"accepted\n"
@@ -285,6 +287,7 @@ class Presence:
                     call.sendall(self._place.signer.sign(_HELLO, encode(hello)) + b"\n")
                     if reader.readline(_LINE_LIMIT) != _ACCEPTED:
                         return False
+                call.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
                 call.setblocking(False)
                 self._line = _Line(call, nonce)
                 self._loop.post(lambda: self._trust(0))
