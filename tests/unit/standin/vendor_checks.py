@@ -131,6 +131,15 @@ def check_a_fabric_that_closes_ends_all_communicators_together(folder: Path) -> 
     job.threads[0].submit(standin.synchronize).result(20)
 
 
+def check_threads_that_free_a_communicator_work_on_its_device(folder: Path) -> None:
+    """Its events are freed there, and a new thread begins on device 0, of which another process may have the use."""
+    both, seen = OnDevices(folder), list[int]()
+    for rank, fabric in enumerate(both.fabrics):
+        for thread in fabric._begun([lambda: seen.append(torch.accelerator.current_device_index())]):
+            thread.join()
+        assert seen[rank] == rank, seen
+
+
 class Calls:
     """What happens to a rank's only communicator, in order; a call that enqueues lasts until ``returns``."""
 
@@ -192,7 +201,7 @@ def check_a_call_that_waits_for_the_device_is_no_reason_not_to_end_what_it_waits
         job.fabrics[0].interrupt(2)
         calls.await_last("revoked")
         for thread in job.fabrics[0]._revoking:
-            thread.join(20)
+            thread.join()
         held = job.fabrics[0]._held[cast(DeviceGroup, job.groups[0])]
         assert held.communicator.order == (), "a revoke ends what was enqueued before it: the rest takes an abort"
         returns.set()

@@ -53,6 +53,7 @@ from megatron.elastic.comm.vendor.host_staging import begun_through_host, throug
 from megatron.elastic.comm.vendor.ledger import BYTES, Ledger, balanced
 from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, VendorHang, exit_into_respawn
 from megatron.elastic.comm.vendor.outbox import Outbox
+from megatron.elastic.platform.threads import OsThreads, Running
 
 __all__ = ["DeviceFabric"]
 
@@ -165,7 +166,8 @@ class DeviceFabric(NativeFabric):
         self._interrupting = threading.Lock()
         self._cut_off = 0
         """Generation whose interruption has ended operations of this one that were not done; 0 if there are none."""
-        self._revoking: list[threading.Thread] = []
+        self._threads = OsThreads(self._use_device)
+        self._revoking: list[Running] = []
         self.edits: list[tuple[str, Edit | str]] = []
         """Changes of communicators, newest last: (group, change)."""
         super().__init__(rank, slots, incarnation, **native)
@@ -203,13 +205,13 @@ class DeviceFabric(NativeFabric):
             older = [held for held in list(self._held.values()) if held.settled < generation]
             stuck = [held for held in older if held.in_flight()]
             self._cut_off = generation if stuck else self._cut_off  # before any of them ends by it
-            self._revoking += _begun([partial(self._revoke, held) for held in stuck])
+            self._revoking += self._begun([partial(self._revoke, held) for held in stuck])
 
     def _free_unused(self) -> None:
         """Free communicators of groups that are not used any more. Between generations, when nothing is in flight."""
         last = self.generation - UNUSED_GENERATIONS
         unused = [group for group, held in self._held.items() if held.settled <= last]
-        for thread in _begun([partial(self._close, self._held.pop(group)) for group in unused]):
+        for thread in self._begun([partial(self._close, self._held.pop(group)) for group in unused]):
             thread.join()
 
     def _revoke(self, held: Held) -> None:
@@ -250,6 +252,15 @@ class DeviceFabric(NativeFabric):
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the device current for a block, on whatever thread: its events are asked for, and freed, there."""
         return nullcontext() if self.device.type == "cpu" else torch.accelerator.device_index(self.device.index)
+
+    def _use_device(self) -> None:
+        """Make the device current for good, on a thread of this fabric's own."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
+
+    def _begun(self, actions: Iterable[Callable[[], None]]) -> list[Running]:
+        """Return the threads that run ``actions``, all begun. What they refer to last, also events, is freed there."""
+        return [self._threads.start("elastic-revoke", action) for action in actions]
 
     # -- communicators --------------------------------------------------------
 
@@ -458,7 +469,7 @@ class DeviceFabric(NativeFabric):
 
     def close(self) -> None:
         held, self._held = list(self._held.values()), {}
-        for thread in _begun([partial(self._close, one) for one in held]):
+        for thread in self._begun([partial(self._close, one) for one in held]):
             thread.join()
         self.outbox.close()
         super().close()
@@ -471,14 +482,6 @@ class DeviceFabric(NativeFabric):
             exit_into_respawn(hang)
         except VendorError:
             return  # it is broken already: nothing is left to free
-
-
-def _begun(actions: Iterable[Callable[[], None]]) -> list[threading.Thread]:
-    """Return the threads that run ``actions``, all begun."""
-    threads = [threading.Thread(target=action, name="elastic-revoke", daemon=True) for action in actions]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def _of_making(making: bytes) -> tuple[tuple[int, bytes], tuple[int, bytes]]:
