@@ -70,7 +70,7 @@ class SharedJournal:
 
 
 class FirstAgent:
-    """What agents say to the first one: it hears them by chance, and a connection may break in between."""
+    """The first agent, and the connections of the others to it. It hears them by chance, and one may break before."""
 
     def __init__(self, scheduler: Scheduler, journal: SharedJournal, nodes: Mapping[int, Node]) -> None:
         self._scheduler = scheduler
@@ -112,7 +112,7 @@ class FirstAgent:
         self._broken.discard(node)
 
     def due(self) -> list[Callable[[], None]]:
-        """What the first agent may do next: hear an agent, or append what it held back."""
+        """Return the next actions that it may take: hear an agent, or append events that it held back."""
         due = [partial(self._hear, node) for node, said in self._said.items() if said]
         return [*due, self._appends] if self.until_due() == 0.0 else [*due]
 

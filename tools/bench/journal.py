@@ -14,7 +14,6 @@ agent, processor time counts.
 server_s   processor time of the process of the first agent
 all_s      time until every agent has read every report
 entries    entries of the journal
-bytes      of one node's entry, as it is kept
 
 The last line is one JSON object.
 """
@@ -43,7 +42,7 @@ from megatron.elastic.control.store_server import serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.agent_place import AgentPlace
 from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.own_events import JointEntries, hold_seconds, told
+from megatron.elastic.launch.agent.own_events import JointEntries, told
 from megatron.elastic.launch.agent.presence import Presence
 from tools.bench._common import print_result
 from tools.bench.agreement import RANKS_OF_A_NODE, report
@@ -63,9 +62,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128, 256, 512])
     rows = []
     for nodes in parser.parse_args().nodes:
-        rows.append({"nodes": nodes, "bytes": len(SIGNER.sign("journal/0", str(_reported(1)).encode()))})
-        for way in WAYS:
-            rows[-1][way] = measure(nodes, way)
+        rows.append({"nodes": nodes, **{way: measure(nodes, way) for way in WAYS}})
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print_result("journal", {"rows": rows})
 
@@ -137,7 +134,7 @@ def _nothing(*_: object) -> None:
 def _serve(pipe: Connection, nodes: int) -> None:
     served, loop = serve(HOST, 0, CREDENTIALS), Loop()
     place, writer = _place(0, nodes, served, loop), Journal(served, SIGNER)
-    entries = JointEntries(place.nodes, loop, partial(_append, writer), hold_seconds(nodes))
+    entries = JointEntries(place.nodes, loop, partial(_append, writer))
     presence = Presence(place, _nothing, _nothing, entries.hear, _nothing)
     loop.post(lambda: presence.start(HOST, HOST))
     threading.Thread(target=loop.run, daemon=True).start()

@@ -213,11 +213,11 @@ class JobEnded(_Event, frozen=True):
 
 
 OwnEvent = Lost | Waiting | Reported | Requested | Finished
-"""What an agent says of the ranks of its own node. Each of these may be said by every node at the same moment."""
+"""Events of an agent's own ranks. Each may happen on all nodes at the same moment."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An event that the agent of ``node`` says of its own ranks in its life ``epoch``.
+    """An event that the agent of ``node`` tells of its own ranks in its life ``epoch``.
 
     Parts of a node that count are numbered from 1, over all lives.
     """
@@ -241,7 +241,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Together(_Event, frozen=True):
-    """What agents said of their own ranks, each part in the order of its agent.
+    """Events that several agents told of their own ranks, those of each agent in their order.
 
     A part may be in the journal several times, by different ways. It counts once, and behind the part before it.
     """

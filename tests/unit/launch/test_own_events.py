@@ -1,4 +1,4 @@
-"""What agents say of their own ranks is taken in once and in order, by whatever way it comes into the journal."""
+"""Events that agents tell of their own ranks are taken in once and in order, whichever way they came."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_a_first_agent_that_hangs_was_told_is_appended_after_a_while() -> N
 
 
 def test_a_new_way_carries_all_that_was_not_seen_before() -> None:
-    """What was appended may still be on its way to the journal when a connection is there."""
+    """An event that was appended before may still be on its way to the journal."""
     appended, said, connected = list[Event](), list[bytes](), False
 
     def say(body: bytes) -> bool:

@@ -51,7 +51,7 @@ from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.old_run import PlaceWait
-from megatron.elastic.launch.agent.own_events import FIRST, JointEntries, OwnEvents, hold_seconds
+from megatron.elastic.launch.agent.own_events import FIRST, JointEntries, OwnEvents
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -94,9 +94,8 @@ class Agent:
         self._journal_io = JournalIO(
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
-        append, hold = self._journal_io.append, hold_seconds(len(members.nodes))
-        self._joint_entries = JointEntries(members.nodes, loop, append, hold)
-        self._own_events = OwnEvents(self.node, self.state, append, self._joint_entries, self._say)
+        joint = self._joint_entries = JointEntries(members.nodes, loop, self._journal_io.append)
+        self._own_events = OwnEvents(self.node, self.state, self._journal_io.append, joint, self._say)
         self.append = self._own_events.append
         # Sources of events: messages of workers, leases of other nodes, hangs, commands of users.
         self._worker_messages = WorkerMessages(

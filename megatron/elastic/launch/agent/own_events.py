@@ -1,4 +1,4 @@
-"""What an agent says of its own ranks: numbered, and by way of the first agent where there is a connection to it.
+"""Events of an agent's own ranks are numbered, and go through the first agent if there is a connection to it.
 
 At a loss each agent reports. If each appended an entry of its own, N agents would contend for the journal's end, and
 the store would serve N entries to each of N readers. So they tell the first agent, and :class:`JointEntries` appends
@@ -36,7 +36,7 @@ _LEAST_HOLD = 1e-3
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an agent tells the first one."""
+    """Events on their way to the first agent."""
 
     parts: tuple[Part, ...]
 
@@ -50,16 +50,22 @@ def told(parts: Sequence[Part]) -> bytes:
 
 
 def hold_seconds(nodes: int) -> float:
-    """Return how long what agents say waits for more of it: in a small job, where entries are few, not at all."""
+    """Return the least time between two entries of the first agent: none in a small job, which has few."""
     seconds = nodes * _HOLD_SECONDS_A_NODE
     return seconds if seconds >= _LEAST_HOLD else 0.0
 
 
 class JointEntries:
-    """The first agent's entries. What comes alone is appended at once, and then no more for ``hold`` seconds."""
+    """The first agent's entries: the first is appended at once, the next one ``hold`` seconds later at the earliest.
 
-    def __init__(self, nodes: Mapping[int, Node], timers: Timers, append: Callable[[Event], None], hold: float) -> None:
-        self._nodes, self._timers, self._append, self._hold = nodes, timers, append, hold
+    ``hold``: by default that of a job of so many ``nodes``.
+    """
+
+    def __init__(
+        self, nodes: Mapping[int, Node], timers: Timers, append: Callable[[Event], None], hold: float | None = None
+    ) -> None:
+        self._nodes, self._timers, self._append = nodes, timers, append
+        self._hold = hold_seconds(len(nodes)) if hold is None else hold
         self._parts: list[Part] = []
         self._next = 0.0
         """No entry is appended before."""
